@@ -22,6 +22,7 @@ RUN  := $(VENV)/bin
 PIP  := $(RUN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 # torch and triton are named in every later call too, so that no other requirement can move them.
 KEEP  = "$(TORCH)"
+TORCH_STAMP := $(VENV)/.torch-$(subst =,-,$(TORCH))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -60,12 +61,13 @@ $(VENV)/.python:
 	@touch $@
 
 # By itself and first: the index's own choice of torch may be one that is not supported yet.
-$(VENV)/.torch: $(VENV)/.python
+$(TORCH_STAMP): $(VENV)/.python
 	@echo "[set-up] $(TORCH)"
+	@rm -f $(VENV)/.torch-*
 	@$(PIP) "$(TORCH)"
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(TORCH_STAMP) pyproject.toml
 	@echo "[set-up] dllm-compile"
 	@$(PIP) $(KEEP) -e .
 	@touch $@

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dllm_compile: a graph compiler and decoding runtime for masked-diffusion language models.
+
+`optimize(model)` takes an unmodified model and returns an `OptimizedModel` with `generate`, `report` and
+`dump_graphs`. Names are resolved on first use, so `import dllm_compile` costs little more than `import torch` and
+touches no device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors, models
+    from .api import OptimizedModel, optimize
+    from .config import CompileConfig, DecodingConfig
+    from .runtime.output import GenerationOutput
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompileConfig",
+    "DecodingConfig",
+    "GenerationOutput",
+    "OptimizedModel",
+    "__version__",
+    "errors",
+    "models",
+    "optimize",
+]
+
+# Public name -> the module that defines it; None for a name that is a module itself.
+_HOME: dict[str, str | None] = {
+    "CompileConfig": ".config",
+    "DecodingConfig": ".config",
+    "GenerationOutput": ".runtime.output",
+    "OptimizedModel": ".api",
+    "errors": None,
+    "models": None,
+    "optimize": ".api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module behind a public name when it is first asked for (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOME[name]
+    if home is None:
+        return importlib.import_module(f".{name}", __name__)
+    value = getattr(importlib.import_module(home, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted({*globals(), *__all__})
