@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What importing the package costs, and which part may import which."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dllm_compile
+
+PACKAGE = Path(dllm_compile.__file__).parent
+
+OPTIONAL = ("torchao", "depyf", "triton", "tqdm", "rich", "accelerate", "numpy")
+
+# Runs in a fresh interpreter: every optional package is refused, as on a machine that does not have it.
+BLOCKED_IMPORT = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        # torch and transformers look for optional packages themselves: what they find is not ours to judge.
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (refused by the test)", name=name)
+        return None
+
+sys.meta_path.insert(0, Refuse())
+import dllm_compile
+{statements}
+loaded = [name for name in {blocked!r} if name in sys.modules]
+assert not loaded, loaded
+print("imported")
+"""
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+
+
+def modules_of(folder: str) -> list[Path]:
+    return sorted((PACKAGE / folder).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Absolute names of everything `path` imports, wherever in the file the import stands."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    package = parts[:-1]  # also right for __init__.py, whose own package is its folder
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_import_without_optional_packages():
+    blocked = ("torchao", "depyf", "triton", "tqdm", "rich")
+    done = run_python(BLOCKED_IMPORT.format(blocked=blocked, statements="dllm_compile.DecodingConfig()"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "imported"
+
+
+def test_every_public_name_resolves_without_optional_packages():
+    # transformers itself needs tqdm and rich is imported by some of its parts: only what we import is refused here.
+    statements = "[getattr(dllm_compile, name) for name in dllm_compile.__all__]"
+    done = run_python(BLOCKED_IMPORT.format(blocked=("torchao", "depyf", "triton", "rich"), statements=statements))
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_touches_no_device():
+    code = (
+        "import torch, dllm_compile\n"
+        "[getattr(dllm_compile, name) for name in dllm_compile.__all__]\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print(torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled())\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == ["torch.float32", "True"]
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'optimise'"):
+        _ = dllm_compile.optimise
+
+
+def test_dir_lists_the_public_names():
+    assert set(dllm_compile.__all__) <= set(dir(dllm_compile))
+
+
+@pytest.mark.parametrize("path", modules_of("kernels"), ids=lambda path: path.name)
+def test_kernels_import_only_compat(path: Path):
+    ours = {name for name in imported_modules(path) if name.startswith("dllm_compile.")}
+    allowed = ("dllm_compile.kernels", "dllm_compile._compat")
+    assert not [name for name in ours if not name.startswith(allowed)]
+
+
+@pytest.mark.parametrize("path", modules_of("passes"), ids=lambda path: path.name)
+def test_passes_do_not_import_the_runtime(path: Path):
+    assert not [name for name in imported_modules(path) if name.startswith("dllm_compile.runtime")]
+
+
+def test_the_layering_check_sees_a_relative_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "dllm_compile"
+    (package / "passes").mkdir(parents=True)
+    bad = package / "passes" / "bad.py"
+    bad.write_text("def f():\n    from ..runtime import engine\n", encoding="utf-8")
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", package)
+    assert "dllm_compile.runtime.engine" in imported_modules(bad)
+
+
+@pytest.mark.parametrize("name", ["passes", "kernels", "runtime"])
+def test_nothing_imports_through_the_links(name: str):
+    for path in PACKAGE.rglob("*.py"):
+        assert name not in {module.partition(".")[0] for module in imported_modules(path)}, path
