@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -63,7 +62,7 @@ def test_wheel_holds_licence_and_entry_point(wheel_names: set[str]):
 def test_the_top_level_links_lead_into_the_package(name: str):
     link = ROOT / name
     assert link.is_symlink()
-    assert os.readlink(link) == f"dllm_compile/{name}"  # relative, so that it holds in every clone
+    assert link.readlink() == Path("dllm_compile", name)  # relative, so that it holds in every clone
     assert (link / "__init__.py").is_file()
 
 
@@ -80,7 +79,8 @@ def test_every_module_names_its_licence():
 
 
 def test_the_makefile_pins_a_supported_torch():
-    pinned = re.search(r"^TORCH\s*\?=\s*torch==(\d+)\.(\d+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    pinned = re.search(r"^TORCH\s*\?=\s*torch==(\d+)\.(\d+)", makefile, re.MULTILINE)
     assert pinned is not None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (bounds,) = (line for line in project["dependencies"] if line.startswith("torch>"))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading a model and its tokenizer for the command line: the bundled one, or a folder on disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import CheckpointError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model in eval mode, its tokenizer, and what to call it."""
+
+    model: nn.Module
+    tokenizer: Any
+    name: str
+
+    def encode(self, prompt: str, *, chat: bool = True) -> list[int]:
+        """Token ids of a prompt, through the tokenizer's chat template if it has one and `chat` is set."""
+        if chat and getattr(self.tokenizer, "chat_template", None):
+            message = [{"role": "user", "content": prompt}]
+            text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(prompt)["input_ids"]
+
+
+def load(
+    path: str | None = None,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Checkpoint:
+    """Load a checkpoint folder, or the bundled small model. Nothing is downloaded.
+
+    Args:
+        path: folder with config.json, safetensors and tokenizer files; None is the bundled model.
+        dtype: a key of `DTYPES`; None keeps the checkpoint's (fp32 for the bundled model).
+        device: where to load; None takes the first GPU if there is one.
+        trust_remote_code: run the modelling code that lies in the folder instead of this package's own LLaDA.
+
+    Raises:
+        CheckpointError: the folder is not there, is incomplete, or has no code to trust.
+    """
+    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = None if dtype is None else DTYPES[dtype]
+    if path is None:
+        from .models import load_small, load_small_tokenizer
+
+        small = load_small(dtype=chosen or torch.float32, device=target)
+        return Checkpoint(small, load_small_tokenizer(), "the bundled small model")
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json: give the folder of a downloaded checkpoint")
+    model = _remote_model(folder, chosen) if trust_remote_code else _own_model(folder, chosen)
+    return Checkpoint(model.to(target).eval(), _tokenizer(folder, trust_remote_code), str(folder))
+
+
+def _own_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    from .models import LLaDAForMaskedDiffusion
+
+    return LLaDAForMaskedDiffusion.from_pretrained(folder, dtype=dtype)
+
+
+def _remote_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "auto_map" not in config:
+        raise CheckpointError(f"{folder}/config.json names no code of its own: leave --trust-remote-code out")
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(folder, trust_remote_code=True, torch_dtype=dtype or "auto")
+
+
+def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if trust_remote_code:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json: copy the checkpoint's tokenizer files there")
+    return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line options made from `DecodingConfig`: one an option, with its type, choices and help text.
+
+They are read off the dataclass and its docstring, so that the command line cannot drift from the configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from .config import DecodingConfig
+
+
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for every field of `DecodingConfig`; one that is not given leaves the field's default."""
+    group = parser.add_argument_group("decoding", "the fields of DecodingConfig")
+    hints = get_type_hints(DecodingConfig)
+    texts = _field_texts()
+    for field in dataclasses.fields(DecodingConfig):
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=_help(texts[field.name], field.default),
+            **_argument(hints[field.name]),
+        )
+
+
+def decoding_config(namespace: argparse.Namespace) -> DecodingConfig:
+    """The configuration that the given options ask for; raises `ConfigError` if they contradict each other."""
+    given = {f.name: getattr(namespace, f.name) for f in dataclasses.fields(DecodingConfig) if f.name in namespace}
+    if isinstance(given.get("eos_token_id"), list):
+        given["eos_token_id"] = tuple(given["eos_token_id"])
+    return DecodingConfig(**given)
+
+
+def _help(text: str, default: object) -> str:
+    """Help text with the default at its end; argparse expands `%`, so it is doubled."""
+    return (text if default is None else f"{text} [{default}]").replace("%", "%%")
+
+
+def _argument(hint: Any) -> dict[str, Any]:
+    """Keywords of `add_argument` for a field of type `hint`; None among the alternatives is the option left out."""
+    kinds = [kind for kind in _alternatives(hint) if kind is not type(None)]
+    literal = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    if literal:
+        return {"choices": literal}
+    if kinds == [bool]:
+        return {"action": argparse.BooleanOptionalAction}
+    several = any(get_origin(kind) is tuple for kind in kinds)
+    scalar = next((kind for kind in (float, int, str) if kind in kinds), None)
+    if scalar is None:
+        raise TypeError(f"no command-line form for a field of type {hint}")
+    return {"type": scalar, "metavar": scalar.__name__.upper(), **({"nargs": "+"} if several else {})}
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    return list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
+
+
+def _field_texts() -> dict[str, str]:
+    """What the docstring's "Args" say about each field, in one line each."""
+    doc = inspect.getdoc(DecodingConfig) or ""
+    section = doc.partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", section, re.MULTILINE | re.DOTALL)
+    return {name: " ".join(text.split()) for name, text in entries}
