@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where everything lies while a fixed set of samples is decoded: rows, tiles and blocks. Built on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..config import DecodingConfig
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Host-side facts of one prompt and its answer; they do not depend on what else is decoded with it.
+
+    Attributes:
+        index: place of the prompt in the call.
+        prompt: (P,) int64 on the CPU.
+        length: canvas length N = P + G.
+        blocks: canvas positions of each block in decoding order, each (n,) int64 ascending.
+        infill: whether the first block is the one of the masks inside the prompt.
+    """
+
+    index: int
+    prompt: Tensor
+    length: int
+    blocks: tuple[Tensor, ...]
+    infill: bool
+
+    @classmethod
+    def plan(cls, index: int, prompt: Tensor, config: DecodingConfig, mask_token_id: int) -> Sample:
+        """Lay out the blocks of one sample: the prompt's masks (if any), then the answer from left to right."""
+        start, length = len(prompt), len(prompt) + config.max_new_tokens
+        holes = torch.nonzero(prompt == mask_token_id).flatten()
+        answer = torch.arange(start, length).split(config.block_length)
+        infill = len(holes) > 0
+        return cls(index, prompt, length, ((holes,) if infill else ()) + tuple(answer), infill)
+
+    @property
+    def masks(self) -> int:
+        """Masked positions at the beginning."""
+        return sum(len(block) for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A set of S samples on one flat axis of R rows, as tensors on the device.
+
+    With guidance the forward runs over 2R rows: the conditional rows, then the same again with prompts masked.
+
+    Attributes:
+        samples: the samples, in the order of their rows.
+        offsets: first row of each sample.
+        rows: R.
+        guided: whether there is an unconditional half.
+        positions: (R,) int64, canvas position.
+        sample_of_row: (R,) int64.
+        given: (R,) bool, prompt tokens that were given (not masks).
+        start: (S,) int64, first row of each sample.
+        index: (S,) int64, place of each sample in the call.
+        prompt_length: (S,) int64.
+        n_blocks: (S,) int64.
+        plan: (S, n, w) int64, rows of each block, padded with -1.
+        tiles: (n, 4) int32, as the forward takes them.
+    """
+
+    samples: tuple[Sample, ...]
+    offsets: tuple[int, ...]
+    rows: int
+    guided: bool
+    positions: Tensor
+    sample_of_row: Tensor
+    given: Tensor
+    start: Tensor
+    index: Tensor
+    prompt_length: Tensor
+    n_blocks: Tensor
+    plan: Tensor
+    tiles: Tensor
+    forward_positions: Tensor = field(repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[Sample],
+        *,
+        mask_token_id: int,
+        tile_rows: int | None,
+        guided: bool,
+        device: torch.device,
+    ) -> Layout:
+        """Lay out `samples` in the given order."""
+        lengths = torch.tensor([sample.length for sample in samples])
+        start = lengths.cumsum(0) - lengths
+        offsets = tuple(start.tolist())
+        rows = int(lengths.sum())
+        sample_of_row = torch.repeat_interleave(torch.arange(len(samples)), lengths)
+        positions = torch.arange(rows) - start[sample_of_row]
+        tiles = tile_table(lengths, tile_rows)
+        if guided:
+            tiles = torch.cat([tiles, tiles + rows])
+        given = torch.zeros(rows, dtype=torch.bool)
+        for sample, offset in zip(samples, offsets, strict=True):
+            given[offset : offset + len(sample.prompt)] = sample.prompt != mask_token_id
+        return cls(
+            samples=tuple(samples),
+            offsets=offsets,
+            rows=rows,
+            guided=guided,
+            positions=positions.to(device),
+            sample_of_row=sample_of_row.to(device),
+            given=given.to(device),
+            start=start.to(device),
+            index=torch.tensor([sample.index for sample in samples], device=device),
+            prompt_length=torch.tensor([len(sample.prompt) for sample in samples], device=device),
+            n_blocks=torch.tensor([len(sample.blocks) for sample in samples], device=device),
+            plan=block_plan(samples, offsets).to(device),
+            tiles=tiles.to(device),
+            forward_positions=(torch.cat([positions, positions]) if guided else positions).to(device),
+        )
+
+    @property
+    def forward_rows(self) -> int:
+        """Rows of one forward: R, or 2R with guidance."""
+        return 2 * self.rows if self.guided else self.rows
+
+    def initial_tokens(self, mask_token_id: int) -> Tensor:
+        """(R,) int64 on the device: each prompt followed by masks."""
+        tokens = torch.full((self.rows,), mask_token_id, dtype=torch.int64)
+        for sample, offset in zip(self.samples, self.offsets, strict=True):
+            tokens[offset : offset + len(sample.prompt)] = sample.prompt
+        return tokens.to(self.positions.device)
+
+
+def tile_table(lengths: Tensor, tile_rows: int | None) -> Tensor:
+    """(n, 4) int32 [q_begin, q_end, k_begin, k_end): every row of a sample sees the whole sample.
+
+    Args:
+        lengths: (S,) int64, rows of each sample.
+        tile_rows: most query rows of a tile; None gives one tile a sample.
+    """
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    step = int(lengths.max()) if tile_rows is None else tile_rows
+    per_sample = -(-lengths // step)
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), per_sample)
+    tile = torch.arange(len(sample)) - (per_sample.cumsum(0) - per_sample)[sample]
+    begin = starts[sample] + tile * step
+    end = torch.minimum(begin + step, ends[sample])
+    return torch.stack([begin, end, starts[sample], ends[sample]], dim=1).to(torch.int32)
+
+
+def block_plan(samples: Sequence[Sample], offsets: Sequence[int]) -> Tensor:
+    """(S, n, w) int64: flat rows of each sample's blocks, padded with -1."""
+    most = max(len(sample.blocks) for sample in samples)
+    width = max(len(block) for sample in samples for block in sample.blocks)
+    plan = torch.full((len(samples), most, width), -1)
+    for i, (sample, offset) in enumerate(zip(samples, offsets, strict=True)):
+        for k, block in enumerate(sample.blocks):
+            plan[i, k, : len(block)] = block + offset
+    return plan

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the decode loop asks of a compiled model: one step over a flat axis of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Inputs of one forward over R rows of all samples, lying one after the other without padding.
+
+    Attributes:
+        ids: (R,) int64, token of each row; masked positions hold the mask id.
+        positions: (R,) int64, canvas position of each row inside its own sample (for RoPE).
+        tiles: (n, 4) int32 on the device, each [q_begin, q_end, k_begin, k_end): these query rows attend to these
+            key rows. Every row is covered by exactly one tile.
+        wanted: (W,) int64, rows whose token is wanted. A row may be named more than once.
+        banned: (n,) int64, ids that are never proposed (-1: none).
+        seeds: (W,) int64, one for each wanted row, when tokens are sampled; None for greedy.
+        temperature: 0-dim fp32, given together with `seeds`.
+        unconditional: (W,) int64, the row of the unconditional half that belongs to each wanted row; None without
+            guidance.
+        guidance: 0-dim fp32, the scale of classifier-free guidance, given together with `unconditional`:
+            z = z_u + (guidance + 1)(z_c - z_u).
+    """
+
+    ids: Tensor
+    positions: Tensor
+    tiles: Tensor
+    wanted: Tensor
+    banned: Tensor
+    seeds: Tensor | None = None
+    temperature: Tensor | None = None
+    unconditional: Tensor | None = None
+    guidance: Tensor | None = None
+
+
+class RowPrograms(Protocol):
+    """A model that computes rows of several samples at once, each sample equal to itself alone."""
+
+    device: torch.device
+    tile_rows: int | None
+    """Most query rows a tile may have; None: one tile a sample."""
+
+    def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """One forward.
+
+        Returns:
+            token (W,) int64, never the mask id and never a banned id, and its confidence (W,) fp32: the probability
+            of that token under the unperturbed logits.
+        """
+        ...

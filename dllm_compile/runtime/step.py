@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decoding step: choose rows, forward, commit, find the end, move on. Tensor operations only.
+
+Nothing here reads a value on the host, indexes with a boolean mask or looks at one sample after the other, so a step
+of a given layout has static shapes and can be captured in a CUDA graph. State is written in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import DecodingConfig
+from ..kernels import counter_rng
+from .commit import CommitRule, commit_rule
+from .eos import BlockView, EosRule, eos_rule
+from .facts import ModelFacts, stop_ids
+from .layout import Layout
+from .row_programs import RowPrograms, StepInputs
+from .state import NO_END, CanvasState
+
+# Index of the draw for random remasking: Gumbel noise uses the indices [0, vocab_size), so this one is a stream of
+# its own.
+_REMASKING_STREAM = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class StepConstants:
+    """What stays the same for all steps of a call: rules on the host, scalars and id lists on the device.
+
+    Attributes:
+        mask_token_id: id of a masked position.
+        fill_id: id written behind the end of an answer.
+        stops: (n,) int64, ids that end an answer (possibly none).
+        banned: (n,) int64, ids that are never proposed; [-1] for none.
+        seed: 0-dim int64, the low 32 bits of the seed (all that the generator uses).
+        remasking_stream: 0-dim int64 for random remasking, else None.
+        temperature: 0-dim fp32, or None when greedy.
+        guidance: 0-dim fp32, or None when off.
+        stops_last: stop ids get confidence 0.
+        commit: the commit rule.
+        eos: the end-of-sequence rule.
+    """
+
+    mask_token_id: int
+    fill_id: int
+    stops: Tensor
+    banned: Tensor
+    seed: Tensor
+    remasking_stream: Tensor | None
+    temperature: Tensor | None
+    guidance: Tensor | None
+    stops_last: bool
+    commit: CommitRule
+    eos: EosRule
+
+    @classmethod
+    def of(cls, config: DecodingConfig, facts: ModelFacts, device: torch.device) -> StepConstants:
+        """Constants of `config` for a model with `facts`, whose mask id must be known."""
+        assert facts.mask_token_id is not None, "prompts are checked first"
+        stops = stop_ids(facts, config.eos_token_id)
+        own = [one for one in facts.eos_token_id if one in stops]
+        banned = facts.eos_token_id if config.logits_eos_inf else ()
+
+        def ids(values: tuple[int, ...]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        def scalar(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.tensor(value, dtype=dtype, device=device)
+
+        randomly = config.remasking == "random"
+        return cls(
+            mask_token_id=facts.mask_token_id,
+            fill_id=next(iter((*own, *stops)), facts.mask_token_id),
+            stops=ids(stops),
+            banned=ids(banned or (-1,)),
+            seed=scalar(config.seed & 0xFFFFFFFF, torch.int64),
+            remasking_stream=scalar(_REMASKING_STREAM, torch.int64) if randomly else None,
+            temperature=scalar(config.temperature, torch.float32) if config.temperature > 0 else None,
+            guidance=scalar(config.cfg_scale, torch.float32) if config.cfg_scale > 0 else None,
+            stops_last=config.confidence_eos_eot_inf,
+            commit=commit_rule(config),
+            eos=eos_rule(config),
+        )
+
+    @property
+    def forwards_per_step(self) -> int:
+        """Forwards counted for one step: 2 with guidance."""
+        return 1 if self.guidance is None else 2
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The current block of each sample before the forward; (S, w) tensors, see `BlockView`."""
+
+    rows: Tensor
+    exists: Tensor
+    positions: Tensor
+    tokens: Tensor
+    masked: Tensor
+
+
+def decode_step(programs: RowPrograms, constants: StepConstants, layout: Layout, state: CanvasState) -> None:
+    """Make one step for every sample that is not done; samples that are done stay as they are."""
+    block = _current_block(constants, layout, state)
+    seeds = _seeds(constants, layout, state, block)
+    token, confidence = programs.step(_inputs(constants, layout, state, block, seeds))
+    token, confidence = token.view(block.rows.shape), confidence.view(block.rows.shape)
+    if seeds is not None and constants.remasking_stream is not None:
+        confidence = counter_rng.uniform(seeds, constants.remasking_stream)
+    if constants.stops_last:
+        confidence = torch.where(_is_stop(constants, token), 0.0, confidence)
+    valid = block.masked & ~state.done[:, None]
+    take = constants.commit(confidence, valid, state.masks_at_start, state.step_in_block)
+    # Whatever is not taken goes to the spare place behind the last row.
+    state.tokens.scatter_(0, torch.where(take, block.rows, layout.rows).flatten(), token.flatten())
+    _advance(constants, layout, state, block, torch.where(take, token, block.tokens), take)
+
+
+def _current_block(constants: StepConstants, layout: Layout, state: CanvasState) -> _Block:
+    width = layout.plan.shape[-1]
+    planned = layout.plan.gather(1, state.block[:, None, None].expand(-1, 1, width)).squeeze(1)
+    exists = planned >= 0
+    rows = torch.where(exists, planned, layout.start[:, None])
+    tokens = state.tokens[rows]
+    return _Block(rows, exists, layout.positions[rows], tokens, exists & (tokens == constants.mask_token_id))
+
+
+def _seeds(constants: StepConstants, layout: Layout, state: CanvasState, block: _Block) -> Tensor | None:
+    """(S, w) int64: a function of the sample's seed, the position and the sample's own count of steps alone."""
+    if constants.temperature is None and constants.remasking_stream is None:
+        return None
+    of_sample = constants.seed + layout.index
+    at_position = counter_rng.combine(of_sample[:, None], block.positions)
+    return counter_rng.combine(at_position, state.steps[:, None])
+
+
+def _inputs(
+    constants: StepConstants, layout: Layout, state: CanvasState, block: _Block, seeds: Tensor | None
+) -> StepInputs:
+    ids, wanted = state.tokens[: layout.rows], block.rows.flatten()
+    unconditional = None
+    if constants.guidance is not None:
+        ids = torch.cat([ids, torch.where(layout.given, constants.mask_token_id, ids)])
+        unconditional = wanted + layout.rows
+    sampled = constants.temperature is not None and seeds is not None
+    return StepInputs(
+        ids=ids,
+        positions=layout.forward_positions,
+        tiles=layout.tiles,
+        wanted=wanted,
+        banned=constants.banned,
+        seeds=seeds.flatten() if sampled and seeds is not None else None,
+        temperature=constants.temperature,
+        unconditional=unconditional,
+        guidance=constants.guidance,
+    )
+
+
+def _is_stop(constants: StepConstants, token: Tensor) -> Tensor:
+    return (token[..., None] == constants.stops).any(-1)
+
+
+def _advance(
+    constants: StepConstants, layout: Layout, state: CanvasState, block: _Block, tokens: Tensor, take: Tensor
+) -> None:
+    """Find the ends, fill what lies behind them, and move samples with a finished block on to the next."""
+    still_open = block.masked & ~take
+    answer = block.exists & (block.positions >= layout.prompt_length[:, None])
+    view = BlockView(
+        positions=block.positions,
+        exists=block.exists,
+        open=still_open,
+        took=take,
+        stop=answer & _is_stop(constants, tokens),
+        end=state.end,
+    )
+    end = constants.eos(view)
+    flat = state.tokens[: layout.rows]
+    behind = (flat == constants.mask_token_id) & (layout.positions >= end[layout.sample_of_row])
+    flat.copy_(torch.where(behind, constants.fill_id, flat))
+
+    active = ~state.done
+    finished = active & ~(still_open & (block.positions < end[:, None])).any(-1)
+    done = state.done | (finished & ((end != NO_END) | (state.block + 1 >= layout.n_blocks)))
+    moves = finished & ~done
+    state.end.copy_(end)
+    state.done.copy_(done)
+    state.block.add_(moves)
+    state.steps.add_(active)
+    state.step_in_block.copy_(torch.where(moves, 0, state.step_in_block + active))
+    next_masks = _current_block(constants, layout, state).masked.sum(-1)
+    state.masks_at_start.copy_(torch.where(moves, next_masks, state.masks_at_start))

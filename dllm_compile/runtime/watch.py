@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who looks on while the loop runs: the streamer and the progress bar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from .facts import ModelFacts
+from .layout import Sample
+from .output import cut_at_stop
+from .streamers import Streamer
+
+
+class StreamFeed:
+    """Hands one canvas to a streamer: the prompt, each block when it is finished, drafts in between.
+
+    With masks in the prompt (infilling) the prompt is handed over when they are filled. The block in which the answer
+    ends is cut behind its first stop id.
+
+    Raises:
+        ConfigError: more than one sample, or a streamer that asks for logits, which are never kept.
+    """
+
+    def __init__(self, streamer: Streamer, samples: list[Sample], facts: ModelFacts, stops: tuple[int, ...]) -> None:
+        if len(samples) != 1:
+            raise ConfigError(
+                f"A streamer shows one canvas, but there are {len(samples)} prompts: decode them one at a time, or "
+                "without a streamer"
+            )
+        if getattr(streamer, "_takes_logits", False):
+            raise ConfigError("This streamer asks for logits, which are never kept: use one that takes tokens")
+        if getattr(streamer, "mask_token_id", 0) is None:
+            streamer.mask_token_id = facts.mask_token_id  # type: ignore[attr-defined]
+        self._streamer, self._sample, self._stops = streamer, samples[0], stops
+        self._block = 0
+        self._put = 0  # canvas positions handed over
+        if not self._sample.infill:
+            self._hand_prompt(self._sample.prompt)
+
+    def _hand_prompt(self, tokens: Tensor) -> None:
+        self._streamer.put(tokens[None])
+        self._put = len(tokens)
+
+    def step(self, tokens: Tensor, block: int, *, done: bool) -> None:
+        """Look at the canvas after a step.
+
+        Args:
+            tokens: (N,) int64 on the CPU.
+            block: the block the sample is in now.
+            done: whether the sample has ended, in that block.
+        """
+        finished = block + 1 if done else block
+        for k in range(self._block, finished):
+            if k == 0 and self._sample.infill:
+                self._hand_prompt(tokens[: len(self._sample.prompt)].clone())
+                continue
+            end = int(self._sample.blocks[k][-1]) + 1
+            text = tokens[self._put : end].clone()
+            last = done and k == finished - 1
+            self._streamer.put(cut_at_stop(text, self._stops, keep_stop=True) if last else text)
+            self._put = end
+        self._block = finished
+        put_draft = getattr(self._streamer, "put_draft", None)
+        if put_draft is not None and not done:
+            put_draft(value=tokens[None, self._put :].clone())
+
+    def end(self) -> None:
+        """Tell the streamer that nothing follows."""
+        self._streamer.end()
+
+
+class Progress:
+    """A bar over committed tokens; without `enabled` it does nothing and imports nothing."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._bar: Any = None
+        self._total = total
+        if enabled:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=total, unit="tok", desc="decoding", dynamic_ncols=True)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a bar, so that counting is worth a look at the device."""
+        return self._bar is not None
+
+    def show(self, masks_left: int) -> None:
+        """Move the bar to what has been committed."""
+        if self._bar is not None:
+            self._bar.update(self._total - masks_left - self._bar.n)
+
+    def close(self) -> None:
+        """Take the bar down."""
+        if self._bar is not None:
+            self._bar.close()
