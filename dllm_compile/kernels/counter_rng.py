@@ -3,13 +3,21 @@
 
 Sampling noise must not depend on the batch layout, on the number of rows computed or on the device, so it
 cannot come from a generator that is advanced. 32-bit avalanche mixing (xor-shift-multiply, the constants of
-C. Wellons' "lowbias32") is enough for sampling and is three multiplies in a Triton kernel.
+C. Wellons' "lowbias32") is enough for sampling and is two multiplies a mix in a Triton kernel.
+
+The torch functions work in int64 and mask, because torch has no full set of uint32 operations; the Triton functions
+work in uint32. Both give the same bits; the two logarithms of `gumbel` may differ in their last places.
 """
+
+# Triton reads a kernel's annotations as code, so its arguments have none.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from dllm_compile._compat import has_triton
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
@@ -41,6 +49,36 @@ def uniform(seed: Tensor, index: Tensor | int) -> Tensor:
 
 
 def gumbel(seed: Tensor, index: Tensor | int) -> Tensor:
-    """Standard Gumbel noise, fp32: `-log(-log u)`. `z + T * gumbel` has the order of `exp(z) / (-log u)**T`
-    (the form of the LLaDA lineage) without exponentiating raw logits."""
+    """Standard Gumbel noise, fp32: `-log(-log u)`, between -2.9 and 16.7.
+
+    `z + T * gumbel` has the order of `exp(z) / (-log u)**T` (the form of the LLaDA lineage) without exponentiating
+    raw logits.
+    """
     return -torch.log(-torch.log(uniform(seed, index)))
+
+
+if has_triton():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def mix_bits(value):
+        """`mix` of a uint32 block."""
+        value = value ^ (value >> 16)
+        value = value * tl.full((), 0x7FEB352D, tl.uint32)
+        value = value ^ (value >> 15)
+        value = value * tl.full((), 0x846CA68B, tl.uint32)
+        return value ^ (value >> 16)
+
+    @triton.jit
+    def combine_bits(seed, value):
+        """`combine` of integer blocks that broadcast, their low 32 bits; uint32."""
+        offset = value.to(tl.uint32) + tl.full((), 0x9E3779B9, tl.uint32)
+        return mix_bits(seed.to(tl.uint32) ^ mix_bits(offset))
+
+    @triton.jit
+    def gumbel_noise(seed, value):
+        """`gumbel` of integer blocks that broadcast; fp32."""
+        bits = combine_bits(seed, value) >> 9
+        uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07
+        return -tl.log(-tl.log(uniform))
