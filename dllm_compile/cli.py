@@ -99,15 +99,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     ids = [checkpoint.encode(prompt, chat=not arguments.no_chat) for prompt in prompts]
     streamer = None
     if arguments.stream:
-        from .runtime.streamer import CanvasStreamer
+        from .runtime.streamers import CanvasStreamer
 
         streamer = CanvasStreamer(checkpoint.tokenizer)
     output = fast.generate(ids, config, streamer=streamer)
-    for number, sequence in enumerate(output.sequences):
-        if streamer is None:
-            print(checkpoint.tokenizer.decode(sequence[len(ids[number]) :], skip_special_tokens=True))
-        if arguments.stats:
-            print(f"tokens per forward: {float(output.tokens_per_forward[number]):.2f}", file=sys.stderr)
+    if streamer is None:
+        for answer in output.answers:
+            print(checkpoint.tokenizer.decode(answer, skip_special_tokens=True))
+    if arguments.stats:
+        print(output.stats, file=sys.stderr)
     return 0
 
 

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: its options follow the configuration, its output follows the library, its errors are one line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dllm_compile
+from dllm_compile import DecodingConfig, cli
+from dllm_compile._decoding_options import add_decoding_options, decoding_config
+from dllm_compile.models.small import CHECKPOINT
+
+FIELDS = [field.name for field in dataclasses.fields(DecodingConfig)]
+
+
+def parse(*words: str) -> DecodingConfig:
+    parser = argparse.ArgumentParser()
+    add_decoding_options(parser)
+    return decoding_config(parser.parse_args(words))
+
+
+def test_no_option_is_the_default_configuration():
+    assert parse() == DecodingConfig()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_an_option_with_its_help(name: str):
+    parser = argparse.ArgumentParser()
+    add_decoding_options(parser)
+    (action,) = (action for action in parser._actions if action.dest == name)
+    assert f"--{name.replace('_', '-')}" in action.option_strings
+    assert len(str(action.help)) > 10
+    parser.format_help()  # a stray % in a help text would raise
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["--threshold", "0.9"], {"threshold": 0.9}),
+        (["--max-new-tokens", "64", "--block-length", "16", "--steps", "32"], None),
+        (["--factor", "1.5", "--last-rank", "released"], {"factor": 1.5, "last_rank": "released"}),
+        (["--eos-token-id", "3"], {"eos_token_id": (3,)}),
+        (["--eos-token-id", "3", "4"], {"eos_token_id": (3, 4)}),
+        (["--infill", "--no-logits-eos-inf"], {"infill": True, "logits_eos_inf": False}),
+        (["--temperature", "0.5", "--seed", "7", "--remasking", "random"], None),
+    ],
+)
+def test_options_reach_the_fields(words: list[str], fields: dict[str, Any] | None):
+    expected = fields or {
+        name.removeprefix("--").replace("-", "_"): value if not value.replace(".", "").isdigit() else json.loads(value)
+        for name, value in zip(words[::2], words[1::2], strict=True)
+    }
+    assert parse(*words) == DecodingConfig(**expected)
+
+
+def test_contradiction_is_one_line_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]):
+    status = cli.main(["generate", "x", "--model", "/nowhere", "--threshold", "0.9", "--factor", "1"])
+    error = capsys.readouterr().err
+    assert status == 1
+    assert error.startswith("dllm-compile: ")
+    assert "threshold" in error
+    assert "factor" in error
+    assert error.count("\n") == 1
+
+
+def test_missing_folder_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert cli.main(["report", "--model", str(tmp_path / "none")]) == 1
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_trusting_code_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], checkpoint: Path):
+    assert cli.main(["report", "--model", str(checkpoint), "--trust-remote-code"]) == 1
+    assert "--trust-remote-code" in capsys.readouterr().err
+
+
+def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]):
+    for words in ([], ["generate"], ["generate", "x", "--commit", "best"], ["unknown"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(words)
+        assert caught.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.split() == ["dllm-compile", dllm_compile.__version__]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the bundled checkpoint, as a user's folder."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    shutil.copytree(CHECKPOINT, folder)
+    return folder
+
+
+SHORT = ["--no-compile", "--device", "cpu", "--max-new-tokens", "8", "--block-length", "4"]
+
+
+def test_generate_prints_what_the_library_gives(
+    small_fast: Any, small_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+):
+    prompt = "Tom has 3 pens and buys 4 more."
+    assert cli.main(["generate", prompt, "--no-chat", "--threshold", "0.7", *SHORT]) == 0
+    ids = small_tokenizer(prompt)["input_ids"]
+    out = small_fast.generate([ids], DecodingConfig(max_new_tokens=8, block_length=4, threshold=0.7))
+    text = small_tokenizer.decode(out.answers[0], skip_special_tokens=True)
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_generate_reads_stdin_and_several_prompts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Ann has 2 apples."))
+    words = ["generate", "-", "Tom has 3 pens and buys 4 more.", "--model", str(checkpoint), "--stats", *SHORT]
+    assert cli.main(words) == 0
+    together = capsys.readouterr()
+    assert "batch 2" in together.err
+    alone = ""
+    for prompt in ("Ann has 2 apples.", "Tom has 3 pens and buys 4 more."):
+        assert cli.main(["generate", prompt, *SHORT]) == 0
+        alone += capsys.readouterr().out
+    assert together.out == alone
+
+
+def test_stream_gives_the_answer_block_by_block(capsys: pytest.CaptureFixture[str]):
+    words = ["generate", "Tom has 3 pens and buys 4 more.", *SHORT]
+    assert cli.main(words) == 0
+    plain = capsys.readouterr().out
+    assert cli.main([*words, "--stream"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1  # outside a terminal: a line for each finished block, its line breaks written out
+    assert "".join(lines) == plain.removesuffix("\n").replace("\n", "\\n")
+
+
+def test_report_and_dump(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert cli.main(["report", "--no-compile", "--device", "cpu", "--dump", str(tmp_path / "graphs")]) == 0
+    assert "normalize_attention" in capsys.readouterr().out
+    assert len(list((tmp_path / "graphs").iterdir())) > 2
+
+
+def test_eval_prints_figures(capsys: pytest.CaptureFixture[str]):
+    words = ["eval", "-n", "2", "--batch-size", "2", "--threshold", "0.5", "--no-compile", "--device", "cpu", "--json"]
+    assert cli.main(words) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["problems"] == 2
+    assert 0 <= figures["accuracy"] <= 1
+    assert figures["tokens_per_forward"] >= 1
