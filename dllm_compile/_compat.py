@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 
 import torch
 
@@ -35,3 +37,12 @@ def can_compile(device: torch.device) -> bool:
     if device.type == "cuda":
         return has_triton()
     return device.type == "cpu" and has_cxx_compiler()
+
+
+@contextlib.contextmanager
+def distinct_sizes() -> Iterator[None]:
+    """While a graph is compiled, two dimensions that happen to be equal stay two symbols."""
+    from torch.fx.experimental import _config
+
+    with _config.patch(use_duck_shape=False):
+        yield

@@ -4,6 +4,34 @@
 Importing this package registers each operator once; names are global in a process.
 """
 
-from . import attention, embed, head, head_confidence, rms_norm, rope, row_attention, swiglu
+from __future__ import annotations
 
-__all__ = ["attention", "embed", "head", "head_confidence", "rms_norm", "rope", "row_attention", "swiglu"]
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import attention, embed, guide, head, head_confidence, rms_norm, rope, row_attention, swiglu
+
+__all__ = [
+    "INLINED",
+    "attention",
+    "embed",
+    "guide",
+    "head",
+    "head_confidence",
+    "rms_norm",
+    "rope",
+    "row_attention",
+    "swiglu",
+]
+
+INLINED: dict[Any, Callable[..., Any]] = {
+    torch.ops.dllm.embed.default: embed.embed_reference,
+    torch.ops.dllm.guide.default: guide.guide_reference,
+    torch.ops.dllm.head.default: head.head_reference,
+    torch.ops.dllm.rms_norm.default: rms_norm.rms_norm_reference,
+    torch.ops.dllm.rope.default: rope.rope_reference,
+    torch.ops.dllm.swiglu.default: swiglu.swiglu_reference,
+}
+"""Operators that have no kernel of their own on any device: a compiler does best with the reference itself."""

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`optimize(model)`: capture, rewrite, certify, compile; and the object it returns."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from transformers.modeling_outputs import MaskedLMOutput
+
+from ._compat import can_compile
+from .capture import Captured, capture, logits_of
+from .certify import relative_deviation
+from .config import CompileConfig, DecodingConfig
+from .errors import CertificateError, ConfigError, PaddingError, PromptError, UnsupportedModelError
+from .passes import FUSE, INLINE_REFERENCES, NORMALIZE, OPTIONAL, PassResult, run_passes
+from .passes.graph import aten, find, lookup, share
+from .passes.packing import pack, plans, unpack
+from .report import Report, program_report, write_graphs
+from .runtime.engine import decode
+from .runtime.facts import ModelFacts
+from .runtime.layout import tile_table
+from .runtime.output import GenerationOutput
+from .runtime.programs import ModelPrograms
+from .runtime.prompts import split_prompts
+from .runtime.rectangular import RectangularPrograms
+from .runtime.streamers import Streamer
+from .weights import WeightWatch
+
+Prompts = Tensor | Sequence[Sequence[int]] | Sequence[Tensor] | str | Sequence[str]
+
+# Largest difference of rewritten and original logits, relative to the largest logit: rounding in another order.
+_LOGITS_BOUND = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-12}
+
+
+def optimize(
+    model: nn.Module, config: CompileConfig | None = None, *, progress: bool = False, **options: Any
+) -> OptimizedModel:
+    """Rewrite a masked-diffusion language model for fast decoding. The model itself is not changed.
+
+    The module is captured as one graph, normalised to a small canonical vocabulary, fused, and turned into row
+    programs that are compiled when they are first needed. Packed weights share storage with the model's parameters,
+    which keep their names, values and identity.
+
+    Args:
+        model: an unmodified LLaDA-class module in eval mode, all parameters on one device and of one dtype, with a
+            `.config`.
+        config: how to rewrite and compile.
+        progress: show a bar over the stages.
+        **options: fields of `CompileConfig` that replace those of `config`.
+
+    Returns:
+        An `OptimizedModel` with `generate`, `report`, `dump_graphs` and the model's own forward.
+
+    Raises:
+        UnsupportedModelError: the model, or the state it is in.
+        PassError: a required pass matched fewer regions than the layer count asks for (with `strict`).
+        CertificateError: the rewritten graph does not compute what the model computes.
+        ConfigError: `disable` names no optional pass.
+
+    The model is as it was before when this raises.
+    """
+    config = (config or CompileConfig()).replace(**options)
+    unknown = sorted(set(config.disable) - set(OPTIONAL))
+    if unknown:
+        raise ConfigError(f"disable names {', '.join(unknown)}; optional passes are {', '.join(OPTIONAL)}")
+    facts = _facts(model)
+    with _Stages(progress) as stage:
+        stage("capturing")
+        start = time.perf_counter()
+        captured = capture(model, facts.max_sequence_length or 4096)
+        seconds = time.perf_counter() - start
+        snapshots = [("captured", share(captured.gm))]
+
+        def observe(name: str, gm: GraphModule) -> None:
+            snapshots.append((name, share(gm)))
+
+        stage("rewriting")
+        fuse = [graph_pass for graph_pass in FUSE if graph_pass.name not in config.disable]
+        results = run_passes(
+            captured.gm, (*NORMALIZE, *fuse), layers=captured.layers, strict=config.strict, observe=observe
+        )
+        stage("packing weights")
+        try:
+            pack(captured.gm)
+            stage("certifying")
+            error = _certify(captured, facts)
+        except BaseException:
+            unpack(captured.gm)
+            raise
+    return OptimizedModel(
+        model, captured, facts, config, results, snapshots, logits_error=error, capture_seconds=seconds
+    )
+
+
+class OptimizedModel(nn.Module):
+    """A rewritten model. Made by `optimize`; `model` is the user's own object, unchanged."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        facts: ModelFacts,
+        config: CompileConfig,
+        results: tuple[PassResult, ...],
+        snapshots: list[tuple[str, GraphModule]],
+        *,
+        logits_error: float,
+        capture_seconds: float,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.facts = facts
+        self.compile_config = config
+        self._captured = captured
+        self._results = results
+        self._snapshots = snapshots
+        self._logits_error = logits_error
+        self._capture_seconds = capture_seconds
+        self._notes: list[str] = []
+        self._watch = WeightWatch(model)
+        device = next(model.parameters()).device
+        self.programs = self._make_programs(device)
+        self.eval()
+
+    @property
+    def config(self) -> Any:
+        """The model's own configuration."""
+        return getattr(self.model, "config", None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return self.programs.device
+
+    def generate(
+        self,
+        input_ids: Prompts | None = None,
+        config: DecodingConfig | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        tokenizer: Any = None,
+        streamer: Streamer | None = None,
+        progress: bool = False,
+        **options: Any,
+    ) -> GenerationOutput:
+        """Decode answers to a batch of prompts.
+
+        Args:
+            input_ids: (B, T) int64 with an optional `attention_mask` (padded on the left or on the right), a list of
+                prompts of different lengths, or one or several strings together with `tokenizer`.
+            config: how to decode; `DecodingConfig()` is LLaDA's plain loop, one token a step.
+            attention_mask: (B, T), 1 for tokens and 0 for padding.
+            tokenizer: encodes strings, and fills `texts` of the output.
+            streamer: shown the canvas after each step (one prompt only).
+            progress: show a bar over committed tokens.
+            **options: fields of `DecodingConfig` that replace those of `config`, e.g. `max_new_tokens=256`.
+
+        Returns:
+            `sequences`, `answers`, `tokens_per_forward`, `stats`, `texts`: see `GenerationOutput`.
+
+        Raises:
+            PromptError: empty, too long, badly padded prompts, or mask tokens without `infill`.
+            ConfigError, UnknownOptionError: options that contradict each other or do not exist.
+            StaleWeightsError: parameters were replaced after `optimize`.
+        """
+        decoding = (config or DecodingConfig()).replace(**options)
+        if input_ids is None:
+            raise PromptError("generate needs prompts: ids, or strings together with tokenizer=")
+        self._watch.check()
+        # Results may be trained on and programs are guarded on it: never in inference mode, whatever the caller is in.
+        with torch.inference_mode(False), torch.no_grad():
+            prompts = split_prompts(_encode(input_ids, tokenizer), attention_mask)
+            output = decode(self.programs, self.facts, prompts, decoding, streamer=streamer, progress=progress)
+            if tokenizer is not None:
+                output["texts"] = [
+                    tokenizer.decode(answer, skip_special_tokens=True) for answer in output.answers or ()
+                ]
+            return output
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> MaskedLMOutput:
+        """The model's own forward, computed by the rewritten graph over the real tokens only.
+
+        Args:
+            input_ids: (B, T) int64.
+            attention_mask: (B, T), 1 for tokens; each row's tokens must be contiguous. Padding is neither attended
+                nor computed.
+
+        Returns:
+            `.logits` (B, T, V); zero where the mask is zero.
+
+        Raises:
+            PaddingError: shapes differ, or padding stands between tokens.
+        """
+        self._watch.check()
+        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        if mask.shape != input_ids.shape:
+            raise PaddingError(
+                f"attention_mask {tuple(mask.shape)} and input_ids {tuple(input_ids.shape)} must be equal"
+            )
+        lengths = mask.sum(1)
+        # Contiguous tokens: every row turns from padding to tokens at most once.
+        starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
+        if bool((starts > 1).any()):
+            raise PaddingError("padding stands between tokens: pad each row on one side only")
+        with torch.inference_mode(False), torch.no_grad():
+            ids = input_ids.to(self.device)[mask.to(self.device)].clone()
+            positions = (mask.cumsum(1) - 1)[mask].to(self.device)
+            tiles = tile_table(lengths.cpu(), self.programs.tile_rows).to(self.device)
+            rows = self.programs.forward(ids, positions, tiles)
+            logits = rows.new_zeros((*input_ids.shape, rows.shape[-1]))
+            logits[mask.to(self.device)] = rows
+        return MaskedLMOutput(logits=logits)
+
+    def report(self) -> Report:
+        """What was rewritten so far; `print` it, or use `to_dict()`."""
+        parameter = next(self.model.parameters())
+        packed = [lookup(self._captured.gm, packing.path) for packing in plans(self._captured.gm)]
+        return Report(
+            model=type(self.model).__name__,
+            layers=self._captured.layers,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            device=str(parameter.device),
+            passes=self._results,
+            programs=tuple(map(program_report, self.programs.built)),
+            logits_error=self._logits_error,
+            packed_bytes=sum(tensor.numel() * tensor.element_size() for tensor in packed),
+            notes=tuple(self._notes),
+            capture_seconds=self._capture_seconds,
+        )
+
+    def dump_graphs(self, directory: str | Path) -> list[Path]:
+        """Write the graph as captured and after each pass, of each program built so far, as numbered Python files."""
+        if isinstance(self.programs, ModelPrograms):
+            self.programs.forward_program()
+        return write_graphs(directory, self._snapshots)
+
+    def _make_programs(self, device: torch.device) -> ModelPrograms | RectangularPrograms:
+        captured, mask_token_id = self._captured, self.facts.mask_token_id
+        if _is_rectangular(captured.gm):
+            self._notes.append("an attention was left as it was, so samples are computed one by one, uncompiled: slow")
+            return RectangularPrograms(captured.gm, mask_token_id=mask_token_id, device=device)
+        return ModelPrograms(
+            captured.gm,
+            layers=captured.layers,
+            mask_token_id=mask_token_id,
+            device=device,
+            compiled=self._decide_compile(device),
+            inline=INLINE_REFERENCES.name not in self.compile_config.disable,
+            observe=lambda program, name, gm: self._snapshots.append((f"{program}.{name}", share(gm))),
+        )
+
+    def _decide_compile(self, device: torch.device) -> bool:
+        wanted = self.compile_config.compile
+        if wanted is False:
+            self._notes.append("programs run uncompiled (compile=False)")
+            return False
+        if can_compile(device):
+            return True
+        missing = "Triton" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
+        note = f"programs run uncompiled on {device.type}, slower: {missing} was not found"
+        if wanted:
+            raise ConfigError(f"compile=True, but {missing} was not found: install it or pass compile=None")
+        warnings.warn(note, RuntimeWarning, stacklevel=4)
+        self._notes.append(note)
+        return False
+
+
+def _facts(model: nn.Module) -> ModelFacts:
+    config = getattr(model, "config", None)
+    if config is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no .config; optimize needs its vocabulary and mask id")
+    return ModelFacts.from_config(config)
+
+
+def _encode(prompts: Prompts, tokenizer: Any) -> Any:
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(texts, Tensor) or not len(texts) or not isinstance(texts[0], str):
+        return prompts
+    if tokenizer is None:
+        raise PromptError("the prompts are strings: pass tokenizer= as well, or token ids")
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def _is_rectangular(gm: GraphModule) -> bool:
+    """Whether an attention was refused and keeps the shape [B, T]."""
+    return bool(find(gm, aten.scaled_dot_product_attention.default))
+
+
+def _certify(captured: Captured, facts: ModelFacts) -> float:
+    """Compare rewritten and original logits on two random samples of different lengths."""
+    parameter = next(captured.source.parameters())
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([13, 6]).clamp(max=facts.max_sequence_length)
+    samples = [torch.randint(facts.vocab_size, (int(n),), generator=generator).to(parameter.device) for n in lengths]
+    device = parameter.device
+    programs: ModelPrograms | RectangularPrograms
+    if _is_rectangular(captured.gm):
+        programs = RectangularPrograms(captured.gm, mask_token_id=None, device=device)
+    else:
+        programs = ModelPrograms(captured.gm, layers=captured.layers, mask_token_id=None, device=device, compiled=False)
+    positions = torch.cat([torch.arange(len(sample), device=parameter.device) for sample in samples])
+    tiles = tile_table(lengths, programs.tile_rows).to(parameter.device)
+    with torch.no_grad():
+        actual = programs.forward(torch.cat(samples), positions, tiles)
+        expected = torch.cat([logits_of(captured.source(sample[None]))[0] for sample in samples])
+    error = relative_deviation(expected, actual)
+    if not error <= _LOGITS_BOUND[parameter.dtype]:
+        raise CertificateError(
+            f"the rewritten graph's logits differ from {type(captured.source).__name__}'s by {error:.1e} of the "
+            f"largest logit ({_LOGITS_BOUND[parameter.dtype]:.0e} allowed): please report this model"
+        )
+    return error
+
+
+class _Stages:
+    """A bar over the stages of `optimize`, or nothing."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._bar: Any = None
+        if enabled:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=4, bar_format="{desc:<20}{bar} {elapsed}")
+
+    def __enter__(self) -> _Stages:
+        return self
+
+    def __call__(self, name: str) -> None:
+        """Enter the next stage."""
+        if self._bar is not None:
+            self._bar.set_description(name)
+            self._bar.update()
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an unmodified module to one clean FX graph.
+
+Non-strict `torch.export` followed by an *empty* decomposition table gives pre-dispatch ATen: flat, functional, equal on
+every device, with `linear`, `silu` and `scaled_dot_product_attention` as single nodes and weights under their
+checkpoint's names. The default table would break attention into matrix products and softmax.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
+
+from .errors import CaptureError, DeviceMismatchError, UnsupportedModelError
+from .passes.graph import aten, check_metadata, fake_mode_of, find, lookup, output_node, placeholders
+
+# Neither dimension may be 1: export specialises sizes 0 and 1 and then refuses the dynamic dimension.
+EXAMPLE_SHAPE = (2, 16)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model.
+
+    Attributes:
+        gm: graph of `ids [B, T] int64 -> logits [B, T, V]`; parameters are the source's own objects.
+        source: the module that was captured (the inner model where a wrapper adds nothing).
+        prefix: what to put before a parameter's name in `gm` to get its name in the user's model.
+        layers: number of attention nodes, N.
+    """
+
+    gm: GraphModule
+    source: nn.Module
+    prefix: str
+    layers: int
+
+
+def capture(model: nn.Module, max_length: int) -> Captured:
+    """Export `model` for any batch size and any length up to `max_length`.
+
+    Args:
+        model: a module whose forward takes `input_ids` and returns logits (a tensor, or an output with `.logits`).
+        max_length: longest sequence, usually the config's `max_sequence_length`.
+
+    Raises:
+        UnsupportedModelError: the model is in a state that would be captured wrongly (train mode, autocast, meta
+            device, quantised, sharded or adapter-wrapped layers).
+        DeviceMismatchError: parameters on several devices or of several floating dtypes.
+        CaptureError: export failed, or the graph does not compute what the module does.
+    """
+    refuse_unsupported(model)
+    source, prefix = _inner(model)
+    device = next(source.parameters()).device
+    ids = torch.arange(EXAMPLE_SHAPE[0] * EXAMPLE_SHAPE[1], device=device).reshape(EXAMPLE_SHAPE)
+    with torch.no_grad():
+        # Also moves rotary tables that follow the first forward and not `.to(device)`, which would be traced otherwise.
+        expected = logits_of(source(ids))
+    gm = _export(source, ids, max_length)
+    _clean(gm, expected)
+    with torch.no_grad():
+        actual = gm(ids)
+    if not torch.equal(actual, expected):
+        difference = (actual.double() - expected.double()).abs().max().item()
+        raise CaptureError(
+            f"the captured graph of {type(source).__name__} differs from the module by {difference:.1e}; "
+            "the module probably depends on something outside its inputs and parameters"
+        )
+    return Captured(gm, source, prefix, len(find(gm, aten.scaled_dot_product_attention.default)))
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in whatever a forward returns."""
+    if isinstance(output, Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    if logits is None and isinstance(output, tuple | list) and output:
+        logits = output[0]
+    if not isinstance(logits, Tensor):
+        raise CaptureError(f"the model returns {type(output).__name__} without logits")
+    return logits
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Refuse states of a model that export would capture without complaint, but wrongly or not at all."""
+    name = type(model).__name__
+    if any(module.training for module in model.modules()):
+        raise UnsupportedModelError(f"{name} is in train mode: call model.eval() first")
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            raise UnsupportedModelError("autocast is on and would change the captured graph: leave the autocast block")
+    if getattr(model, "peft_config", None) or any("lora" in type(m).__module__ for m in model.modules()):
+        raise UnsupportedModelError(f"{name} carries adapters: call merge_and_unload() first")
+    if getattr(model, "hf_quantizer", None) is not None or any(
+        type(p.data) is not Tensor or not (p.is_floating_point() or p.is_complex()) for p in model.parameters()
+    ):
+        raise UnsupportedModelError(f"{name} has quantised parameters: load it in bf16 or fp32")
+    placement = getattr(model, "hf_device_map", None) or {}
+    if len(set(placement.values())) > 1:
+        raise UnsupportedModelError(
+            f"{name} is sharded over {sorted(map(str, set(placement.values())))}: load it on one device"
+        )
+    parameters = list(model.parameters())
+    if not parameters:
+        raise UnsupportedModelError(f"{name} has no parameters")
+    devices = sorted({str(p.device) for p in parameters})
+    if "meta" in devices:
+        raise UnsupportedModelError(f"{name} has parameters on the meta device: load its weights first")
+    if len(devices) > 1:
+        raise DeviceMismatchError(f"{name} has parameters on {', '.join(devices)}: move it to one device")
+    dtypes = sorted({str(p.dtype) for p in parameters})
+    if len(dtypes) > 1:
+        raise DeviceMismatchError(f"{name} mixes {', '.join(dtypes)}: convert it with model.to(dtype)")
+
+
+def _inner(model: nn.Module) -> tuple[nn.Module, str]:
+    """The inner model where a wrapper owns no parameter of its own: fewer version-dependent lines are traced."""
+    inner = getattr(model, "model", None)
+    if isinstance(inner, nn.Module) and {id(p) for p in inner.parameters()} == {id(p) for p in model.parameters()}:
+        return inner, "model."
+    return model, ""
+
+
+def _export(source: nn.Module, ids: Tensor, max_length: int) -> GraphModule:
+    dims = {0: Dim("batch", min=1, max=4096), 1: Dim("length", min=1, max=max_length)}
+    try:
+        with warnings.catch_warnings():
+            # Deprecation notes of the exporter about its own tree specs: nothing a user can act on.
+            warnings.simplefilter("ignore")
+            program = torch.export.export(source, (ids,), dynamic_shapes=(dims,), strict=False)
+            program = program.run_decompositions({})
+            return program.module()  # type: ignore[return-value]
+    except Exception as error:
+        raise CaptureError(
+            f"{type(source).__name__} could not be exported: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _clean(gm: GraphModule, expected: Tensor) -> None:
+    """Leave computation only: no asserts, no guards, no dropout copies, plain calling convention, logits alone."""
+    graph = gm.graph
+    for node in list(graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default or node.op == "call_module":
+            graph.erase_node(node)
+        elif node.target is aten.clone.default and _is_dropout(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    output = output_node(gm)
+    logits = next(
+        node
+        for node in torch.utils._pytree.tree_leaves(output.args)
+        if isinstance(node, Node) and node.meta["val"].dim() == 3 and node.meta["val"].shape[-1] == expected.shape[-1]
+    )
+    output.args = (logits,)
+    # The exporter's generator flattens inputs by the old signature, and its hook enforces it.
+    graph.set_codegen(CodeGen())
+    gm._forward_pre_hooks.clear()
+    graph.eliminate_dead_code()
+    for node in placeholders(gm)[1:]:
+        graph.erase_node(node)
+    mode = fake_mode_of(gm)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            node.meta["val"] = mode.from_tensor(lookup(gm, str(node.target)), static_shapes=True)
+    gm.recompile()
+    check_metadata(gm, "capture")
+
+
+def _is_dropout(node: Node) -> bool:
+    """Whether a `clone` is what is left of a dropout in eval mode (one that keeps the strides)."""
+    source: Node = node.args[0]  # type: ignore[assignment]
+    return "memory_format" not in node.kwargs and node.meta["val"].stride() == source.meta["val"].stride()

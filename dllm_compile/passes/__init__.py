@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graph passes, one a file, and the order in which they run.
+
+`NORMALIZE` turns many spellings into a small canonical vocabulary; `FUSE` are exact rewrites of the canonical graph;
+`specialize` makes one program for one kind of call. Passes that mutate caches come last.
+"""
+
+from __future__ import annotations
+
+from .flatten_rows import WHOLE_SAMPLE, flatten_rows_pass
+from .framework import GraphPass, Level, PassResult, Refusal, run_passes
+from .fuse_head_confidence import fuse_head_confidence_pass
+from .inline_references import INLINE_REFERENCES
+from .normalize_attention import NORMALIZE_ATTENTION
+from .normalize_embedding import NORMALIZE_EMBEDDING
+from .normalize_head import NORMALIZE_HEAD
+from .normalize_norm import NORMALIZE_NORM
+from .normalize_swiglu import NORMALIZE_SWIGLU
+from .pack_gate_up import PACK_GATE_UP
+from .pack_qkv import PACK_QKV
+from .select_wanted_rows import select_wanted_rows_pass
+
+__all__ = [
+    "FUSE",
+    "INLINE_REFERENCES",
+    "NORMALIZE",
+    "OPTIONAL",
+    "WHOLE_SAMPLE",
+    "GraphPass",
+    "Level",
+    "PassResult",
+    "Refusal",
+    "flatten_rows_pass",
+    "run_passes",
+    "step_passes",
+]
+
+# Norms first: the walk from attention to its projections stops at a norm (QK-norm) as well as at a linear layer.
+NORMALIZE: tuple[GraphPass, ...] = (
+    NORMALIZE_NORM,
+    NORMALIZE_ATTENTION,
+    NORMALIZE_SWIGLU,
+    NORMALIZE_EMBEDDING,
+    NORMALIZE_HEAD,
+)
+FUSE: tuple[GraphPass, ...] = (PACK_QKV, PACK_GATE_UP)
+
+OPTIONAL: tuple[str, ...] = (*(graph_pass.name for graph_pass in FUSE), INLINE_REFERENCES.name)
+"""Passes that can be left out: the result is the same, only slower."""
+
+
+def step_passes(tile_rows: int, mask_token_id: int, *, sampled: bool, guided: bool) -> tuple[GraphPass, ...]:
+    """Passes from the canonical graph to the program of one decoding step."""
+    return (
+        flatten_rows_pass(tile_rows),
+        select_wanted_rows_pass(guided),
+        fuse_head_confidence_pass(mask_token_id, sampled),
+    )
