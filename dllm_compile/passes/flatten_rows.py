@@ -12,32 +12,18 @@ which something else than the canonical operators depends on the batch's shape.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .. import kernels as _kernels  # noqa: F401  (registers the operators)
 from ..errors import PassError
 from .framework import GraphPass, Level, Outcome
-from .graph import aten, attribute, find, placeholders, record_values, remove_dead_code
+from .graph import aten, attribute, describe, find, placeholders, record_values, remove_dead_code
+from .inputs import add_input, symbolic
 
 # One tile per sample: what the CPU implementation takes.
 WHOLE_SAMPLE = 0
-
-
-def add_input(gm: GraphModule, name: str, value: Tensor) -> Node:
-    """A new placeholder behind the existing ones, with its recorded value."""
-    with gm.graph.inserting_after(placeholders(gm)[-1]):
-        node = gm.graph.placeholder(name)
-    node.meta["val"] = value
-    return node
-
-
-def symbolic(mode: FakeTensorMode, example: Tensor, *dynamic: int) -> Tensor:
-    """A fake tensor like `example` whose `dynamic` dimensions are symbols."""
-    sizes = [DimDynamic.DYNAMIC if i in dynamic else DimDynamic.STATIC for i in range(example.dim())]
-    return mode.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
 def flatten_rows(gm: GraphModule, tile_rows: int) -> Outcome:
@@ -68,9 +54,9 @@ def flatten_rows(gm: GraphModule, tile_rows: int) -> Outcome:
     remove_dead_code(gm)
     left = find(gm, aten.sym_size.int, aten.scaled_dot_product_attention.default)
     if left or not attentions:
+        what = describe(left[0]) if left else "the graph (it has no dllm.attention)"
         raise PassError(
-            f"flatten_rows: {left[0].format_node() if left else 'the graph has no dllm.attention'} keeps the batch's shape; "
-            "a row program needs every attention in canonical form (see normalize_attention in the report)"
+            f"flatten_rows: {what} keeps the batch's shape; a row program needs every attention in canonical form"
         )
     ids.name = ids.target = "ids"
     gm.recompile()

@@ -15,9 +15,9 @@ from operator import getitem
 import torch
 from torch.fx import GraphModule, Node
 
-from .flatten_rows import add_input, symbolic
 from .framework import GraphPass, Level, Outcome
 from .graph import call, fake_mode_of, find, output_node
+from .inputs import add_input, symbolic
 
 
 def fuse_head_confidence(gm: GraphModule, mask_token_id: int, sampled: bool) -> Outcome:

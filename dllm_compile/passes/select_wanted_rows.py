@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .flatten_rows import add_input, symbolic
 from .framework import GraphPass, Level, Outcome
 from .graph import aten, call, fake_mode_of, find, is_call
+from .inputs import add_input, symbolic
 
 
 def _stream(head: Node) -> tuple[Node, Node]:
