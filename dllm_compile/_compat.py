@@ -44,5 +44,5 @@ def distinct_sizes() -> Iterator[None]:
     """While a graph is compiled, two dimensions that happen to be equal stay two symbols."""
     from torch.fx.experimental import _config
 
-    with _config.patch(use_duck_shape=False):
+    with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         yield

@@ -19,10 +19,10 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         [B, T, H * hd], q's dtype, contiguous.
     """
     groups = q.shape[2] // k.shape[2]
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     if groups > 1:
-        heads_first[1:] = [x.repeat_interleave(groups, dim=1) for x in heads_first[1:]]
-    out = F.scaled_dot_product_attention(*heads_first)
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value)
     return out.transpose(1, 2).flatten(2)
 
 

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from ..errors import PassError
 from ..passes.graph import attribute, find, output_node, share
+from .programs import Program
 from .row_programs import StepInputs
 
 
@@ -23,11 +24,11 @@ class RectangularPrograms:
         PassError: the head is not in canonical form, so that nothing can be decoded.
     """
 
-    tile_rows = None
+    tile_rows: int | None = None
 
     def __init__(self, gm: GraphModule, *, mask_token_id: int | None, device: torch.device) -> None:
         self.device = device
-        self.built = ()
+        self.built: tuple[Program, ...] = ()
         self._mask_token_id = mask_token_id
         self._hidden = share(gm)
         heads = find(self._hidden, torch.ops.dllm.head.default)
