@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random transformer with grouped-query attention, and two ways to run it behind `RowPrograms`.
+
+`DensePrograms` calls the model once for each sample, with the very call the plain loop makes: logits are equal to the
+last bit, so that fp32 tokens must be equal too. `FlatPrograms` computes all rows at once and attends tile by tile, as
+compiled programs do; it runs in fp64, where a different order of summation changes no decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dllm_compile.config import DecodingConfig
+from dllm_compile.kernels import counter_rng
+from dllm_compile.runtime.engine import decode
+from dllm_compile.runtime.facts import ModelFacts, stop_ids
+from dllm_compile.runtime.output import GenerationOutput
+from dllm_compile.runtime.row_programs import StepInputs
+from tests.reference.plain_loop import PlainOptions, PlainResult, plain_decode
+
+VOCAB, MASK, EOS, EOT, PAD = 40, 39, 38, 37, 36
+FACTS = ModelFacts(vocab_size=VOCAB, max_sequence_length=96, mask_token_id=MASK, eos_token_id=(EOS,), pad_token_id=PAD)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class TinyModel:
+    """Two layers, four heads on two key heads of eight; sharp enough that confidences spread over (0, 1)."""
+
+    heads, kv_heads, head_dim, layers = 4, 2, 8, 2
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, eos_bias: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+
+        def weight(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(rows, columns, generator=generator) * scale / math.sqrt(columns)).to(dtype)
+
+        self.embedding = weight(VOCAB, width, math.sqrt(width))
+        self.blocks = [
+            {
+                "q": weight(width, width, 4.0),
+                "k": weight(kv_width, width, 4.0),
+                "v": weight(kv_width, width),
+                "o": weight(width, width, 4.0),
+                "up": weight(2 * width, width),
+                "down": weight(width, 2 * width),
+            }
+            for _ in range(self.layers)
+        ]
+        self.head = weight(VOCAB, width, 3.5)
+        self.bias = torch.zeros(VOCAB, dtype=dtype)
+        self.bias[EOS] = eos_bias
+
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """(R,) ids at canvas positions -> (R, C)."""
+        x = self.embedding[ids]
+        for block in self.blocks:
+            h = _norm(x)
+            q = _rotate((h @ block["q"].T).unflatten(-1, (self.heads, self.head_dim)), positions)
+            k = _rotate((h @ block["k"].T).unflatten(-1, (self.kv_heads, self.head_dim)), positions)
+            v = (h @ block["v"].T).unflatten(-1, (self.kv_heads, self.head_dim))
+            x = x + attend(q, k, v).flatten(-2) @ block["o"].T
+            x = x + torch.nn.functional.silu(_norm(x) @ block["up"].T) @ block["down"].T
+        return _norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.head.T + self.bias
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The dense call: (1, N) int64 -> logits (1, N, V)."""
+        return self.logits(self.hidden(ids[0], torch.arange(ids.shape[1]), attention))[None]
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+def _rotate(x: Tensor, positions: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    frequency = 100.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.cat([positions[:, None] * frequency] * 2, dim=-1)[:, None]
+    return x * angle.cos().to(x.dtype) + torch.cat([-x[..., half:], x[..., :half]], -1) * angle.sin().to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(R, H, hd) queries on all the given keys."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+class _Programs:
+    """Logits of the wanted rows -> token and confidence, in the plainest way."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: TinyModel, tile_rows: int | None = None) -> None:
+        self.model = model
+        self.tile_rows = tile_rows
+        self.calls: list[StepInputs] = []
+        self.ids: list[Tensor] = []
+
+    def all_logits(self, inputs: StepInputs) -> Tensor:
+        raise NotImplementedError
+
+    def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        self.calls.append(inputs)
+        self.ids.append(inputs.ids.clone())
+        logits = self.all_logits(inputs)
+        z = logits[inputs.wanted]
+        if inputs.unconditional is not None:
+            blind = logits[inputs.unconditional]
+            z = blind + (inputs.guidance + 1) * (z - blind)
+        return pick(z, inputs)
+
+
+def pick(z: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    vocabulary = torch.arange(VOCAB)
+    z = z.masked_fill((vocabulary[:, None] == inputs.banned).any(-1), -torch.inf)
+    scores = z
+    if inputs.seeds is not None:
+        scores = z + inputs.temperature * counter_rng.gumbel(inputs.seeds[:, None], vocabulary)
+    token = scores.masked_fill(vocabulary == MASK, -torch.inf).argmax(-1)
+    confidence = z.double().softmax(-1).gather(1, token[:, None]).squeeze(1)
+    return token, confidence.float()
+
+
+class DensePrograms(_Programs):
+    """One dense call for each tile, which must be a whole sample."""
+
+    def all_logits(self, inputs: StepInputs) -> Tensor:
+        parts = []
+        for q_begin, q_end, k_begin, k_end in inputs.tiles.tolist():
+            assert (q_begin, q_end) == (k_begin, k_end)
+            assert inputs.positions[q_begin:q_end].tolist() == list(range(q_end - q_begin))
+            parts.append(self.model.forward(inputs.ids[None, q_begin:q_end])[0])
+        return torch.cat(parts)
+
+
+class FlatPrograms(_Programs):
+    """All rows at once; attention follows the tile table."""
+
+    def all_logits(self, inputs: StepInputs) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = torch.full_like(q, torch.nan)  # a row that no tile covers would show
+            for q_begin, q_end, k_begin, k_end in inputs.tiles.tolist():
+                assert self.tile_rows is None or q_end - q_begin <= self.tile_rows
+                out[q_begin:q_end] = attention(q[q_begin:q_end], k[k_begin:k_end], v[k_begin:k_end])
+            return out
+
+        return self.model.logits(self.model.hidden(inputs.ids, inputs.positions, attend))
+
+
+class ScriptedPrograms:
+    """Proposes a given token with a given confidence at each canvas position, whatever the canvas holds."""
+
+    device = torch.device("cpu")
+    tile_rows = None
+
+    def __init__(self, tokens: list[int], confidence: list[float]) -> None:
+        self.tokens, self.confidence = torch.tensor(tokens), torch.tensor(confidence)
+        self.steps = 0
+
+    def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        self.steps += 1
+        at = inputs.positions[inputs.wanted]
+        return self.tokens[at], self.confidence[at]
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[Tensor]:
+    """Random prompts without special ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, PAD, (length,), generator=generator) for length in lengths]
+
+
+def options_of(config: DecodingConfig, facts: ModelFacts = FACTS) -> PlainOptions:
+    """The plain loop's options for a configuration."""
+    stops = stop_ids(facts, config.eos_token_id)
+    own = [one for one in facts.eos_token_id if one in stops]
+    return PlainOptions(
+        mask_id=MASK,
+        stop_ids=stops,
+        model_eos=facts.eos_token_id,
+        fill_id=(*own, *stops, MASK)[0],
+        max_new_tokens=config.max_new_tokens,
+        block_length=config.block_length,
+        steps=config.steps,
+        rule=config.rule,
+        parameter=0.0 if config.rule == "quota" else config.rule_parameter,
+        released_last_rank=config.last_rank == "released",
+        temperature=config.temperature,
+        cfg_scale=config.cfg_scale,
+        remasking=config.remasking,
+        eos=config.eos,
+        logits_eos_inf=config.logits_eos_inf,
+        confidence_eos_eot_inf=config.confidence_eos_eot_inf,
+        seed=config.seed,
+    )
+
+
+def plain(model: TinyModel, prompts: list[Tensor], config: DecodingConfig) -> list[PlainResult]:
+    """Each prompt by itself through the plain loop."""
+    options = options_of(config)
+    return [plain_decode(model.forward, prompt.tolist(), options, i) for i, prompt in enumerate(prompts)]
+
+
+def canvases(output: GenerationOutput, prompts: list[Tensor], config: DecodingConfig) -> list[list[int]]:
+    """Rows of `sequences` without the padding in front."""
+    width = max(len(prompt) for prompt in prompts)
+    assert output.sequences is not None
+    assert output.sequences.shape == (len(prompts), width + config.max_new_tokens)
+    for row, prompt in zip(output.sequences, prompts, strict=True):
+        assert (row[: width - len(prompt)] == PAD).all()
+    return [row[width - len(p) :].tolist() for row, p in zip(output.sequences, prompts, strict=True)]
+
+
+def assert_equals_plain(
+    programs: _Programs, prompts: list[Tensor], config: DecodingConfig
+) -> tuple[GenerationOutput, list[PlainResult]]:
+    """Tokens and counts of one call are those of the plain loop, prompt by prompt."""
+    output = decode(programs, FACTS, prompts, config)
+    expected = plain(programs.model, prompts, config)
+    assert canvases(output, prompts, config) == [one.canvas for one in expected]
+    assert output.stats is not None
+    assert output.stats.forwards_per_row == tuple(one.forwards for one in expected)
+    assert output.stats.canvas_tokens == sum(one.decoded for one in expected)
+    return output, expected
