@@ -17,6 +17,7 @@ import dllm_compile
 from dllm_compile import DecodingConfig, cli
 from dllm_compile._decoding_options import add_decoding_options, decoding_config
 from dllm_compile.models.small import CHECKPOINT
+from tests.conftest import tiny_model
 
 FIELDS = [field.name for field in dataclasses.fields(DecodingConfig)]
 
@@ -97,10 +98,13 @@ def test_version(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the bundled checkpoint, as a user's folder."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Any) -> Path:
+    """A user's folder: a tiny random model with the bundled tokenizer's files."""
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    shutil.copytree(CHECKPOINT, folder)
+    ids = {"mask_token_id": small_tokenizer.mask_token_id, "eos_token_id": small_tokenizer.eos_token_id}
+    tiny_model(vocab_size=len(small_tokenizer), pad_token_id=ids["eos_token_id"], **ids).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINT / name, folder / name)
     return folder
 
 
@@ -128,13 +132,13 @@ def test_generate_reads_stdin_and_several_prompts(
     assert "batch 2" in together.err
     alone = ""
     for prompt in ("Ann has 2 apples.", "Tom has 3 pens and buys 4 more."):
-        assert cli.main(["generate", prompt, *SHORT]) == 0
+        assert cli.main(["generate", prompt, "--model", str(checkpoint), *SHORT]) == 0
         alone += capsys.readouterr().out
     assert together.out == alone
 
 
-def test_stream_gives_the_answer_block_by_block(capsys: pytest.CaptureFixture[str]):
-    words = ["generate", "Tom has 3 pens and buys 4 more.", *SHORT]
+def test_stream_gives_the_answer_block_by_block(capsys: pytest.CaptureFixture[str], checkpoint: Path):
+    words = ["generate", "Tom has 3 pens and buys 4 more.", "--model", str(checkpoint), *SHORT]
     assert cli.main(words) == 0
     plain = capsys.readouterr().out
     assert cli.main([*words, "--stream"]) == 0
@@ -143,8 +147,9 @@ def test_stream_gives_the_answer_block_by_block(capsys: pytest.CaptureFixture[st
     assert "".join(lines) == plain.removesuffix("\n").replace("\n", "\\n")
 
 
-def test_report_and_dump(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    assert cli.main(["report", "--no-compile", "--device", "cpu", "--dump", str(tmp_path / "graphs")]) == 0
+def test_report_and_dump(capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path):
+    words = ["report", "--model", str(checkpoint), "--no-compile", "--device", "cpu"]
+    assert cli.main([*words, "--dump", str(tmp_path / "graphs")]) == 0
     assert "normalize_attention" in capsys.readouterr().out
     assert len(list((tmp_path / "graphs").iterdir())) > 2
 

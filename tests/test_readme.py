@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dllm_compile import _compat, cli
+from dllm_compile import api, cli
 from dllm_compile.models.small import CHECKPOINT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +39,7 @@ SUBSTITUTES = {
 def aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in an empty folder, without compiling."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_compat, "can_compile", lambda device: False)
+    monkeypatch.setattr(api, "can_compile", lambda device: False)
 
 
 def test_the_readme_has_what_is_tested():
