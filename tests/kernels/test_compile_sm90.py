@@ -14,6 +14,7 @@ from dllm_compile.kernels import head_confidence_triton as head
 from dllm_compile.kernels import row_attention_triton as attention
 
 from .cases import packed_heads, tiles_of
+from .interpreted import noise_kernel
 from .sm90 import SHARED_MEMORY_LIMIT, compile_kernel, pretend_h200
 
 pytestmark = pytest.mark.skipif(interprets_triton(), reason="kernels are interpreted in this process")
@@ -91,7 +92,7 @@ def test_head_uses_the_tensor_cores_without_spills(rows, sampled, tmp_path):
     assert result.spilled == 0
     assert result.shared <= SHARED_MEMORY_LIMIT
     assert "cvt.rn.bf16" in result.ptx  # logits are rounded before the softmax
-    assert "lg2.approx" not in result.ptx  # its absolute error near 1 would ruin log(-log(u))
+    assert "lg2.approx" not in result.ptx
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4096), (BF16, 129)])
@@ -100,6 +101,12 @@ def test_head_of_other_inputs_compiles(dtype, width, tmp_path):
     assert not constants["DESCRIBED"]
     assert result.shared <= SHARED_MEMORY_LIMIT
     assert "tf32" not in result.ptx
+
+
+def test_noise_compiles(tmp_path):
+    arguments = (torch.zeros(6, dtype=torch.int64), torch.zeros(6, 1024, dtype=torch.int64), torch.zeros(6, 1024))
+    result = compile_kernel(noise_kernel, arguments, {"COUNT": 1024}, tmp_path)
+    assert "lg2.approx" not in result.ptx  # its absolute error near 1 would ruin log(-log(u))
 
 
 def test_head_merge_compiles(tmp_path):
