@@ -126,5 +126,6 @@ def _(
     if has_triton() and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from dllm_compile.kernels.head_confidence_triton import head_confidence_triton
 
-        return head_confidence_triton(x, weight, scale, mask_id, banned, seeds, temperature)
+        with torch.cuda.device(x.device):  # Triton launches on the current device
+            return head_confidence_triton(x, weight, scale, mask_id, banned, seeds, temperature)
     return head_confidence_reference(x, weight, scale, mask_id, banned, seeds, temperature)

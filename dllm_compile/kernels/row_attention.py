@@ -105,5 +105,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
         from dllm_compile.kernels import row_attention_triton as triton_version
 
         if triton_version.kernel_takes(q):
-            return triton_version.row_attention_triton(q, k, v, tiles, tile_rows)
+            with torch.cuda.device(q.device):  # Triton launches on the current device
+                return triton_version.row_attention_triton(q, k, v, tiles, tile_rows)
     return row_attention_masked(q, k, v, tiles, tile_rows)
