@@ -104,7 +104,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         streamer = CanvasStreamer(checkpoint.tokenizer)
     output = fast.generate(ids, config, streamer=streamer)
     if streamer is None:
-        for answer in output.answers:
+        for answer in output.answers or ():
             print(checkpoint.tokenizer.decode(answer, skip_special_tokens=True))
     if arguments.stats:
         print(output.stats, file=sys.stderr)

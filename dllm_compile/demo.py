@@ -139,8 +139,10 @@ def _fast(name: str, fast: OptimizedModel, tokenizer: Any, problems: Sequence[Pr
     """All problems in one call of `generate`."""
     began = time.perf_counter()
     output = fast.generate([tokenizer(problem.prompt)["input_ids"] for problem in problems], config)
+    seconds = time.perf_counter() - began
+    assert output.sequences is not None and output.stats is not None, "generate fills both"
     canvases = output.sequences[:, -config.max_new_tokens :].tolist()
-    return _graded(name, canvases, tokenizer, problems, output.stats.forwards, time.perf_counter() - began)
+    return _graded(name, canvases, tokenizer, problems, output.stats.forwards, seconds)
 
 
 def _graded(

@@ -145,10 +145,12 @@ def evaluate(
         # Sample i of a call uses seed + i: without the offset every batch would draw the same noise.
         here = config.replace(seed=config.seed + len(texts))
         output = fast.generate([tokenizer(problem.prompt)["input_ids"] for problem in batch], here)
-        texts += [tokenizer.decode(answer, skip_special_tokens=True) for answer in output.answers]
-        forwards += output.stats.forwards_per_row
-        answer_tokens += output.stats.answer_tokens
-        seconds += output.stats.seconds
+        answers, stats = output.answers, output.stats
+        assert answers is not None and stats is not None, "generate fills both"
+        texts += [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        forwards += stats.forwards_per_row
+        answer_tokens += stats.answer_tokens
+        seconds += stats.seconds
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         correct = sum(pool.map(grade, chosen, texts))
     return Evaluation(
