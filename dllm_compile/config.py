@@ -13,6 +13,7 @@ CommitRule = Literal["quota", "threshold", "factor", "frechet"]
 Remasking = Literal["low_confidence", "random"]
 EosRule = Literal["block", "first", "none"]
 LastRank = Literal["strict", "released"]
+Cache = Literal["none", "lacache"]
 
 # The value a rule takes when it is chosen by name only (sources: algorithms' released defaults).
 _RULE_DEFAULTS: dict[str, float] = {"threshold": 0.9, "factor": 1.0, "frechet_margin": 0.25}
@@ -77,6 +78,12 @@ class DecodingConfig(_Replaceable):
         logits_eos_inf: never propose the model's eos id.
         confidence_eos_eot_inf: stop ids are committed last (confidence 0).
         infill: allow mask tokens in prompts; they form a first block of their own.
+        cache: "none" computes every row in every step; "lacache" keeps q, k, v and the attention state of rows outside
+            the block in the layers of `lacache_layers`.
+        lacache_layers: "first" is layer 0, which is exact; "wide" is the paper's set (0 and 3-17 of 32 layers, as a
+            share of the depth), or layer numbers: approximate.
+        lacache_interval: with layers beyond 0, compute everything anew every so many steps; None only at block starts;
+            1 is exact.
         seed: sample i uses seed + i, so results do not depend on what else is in the batch.
         check_every: steps between two looks of the host at the done flags.
 
@@ -100,6 +107,9 @@ class DecodingConfig(_Replaceable):
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     infill: bool = False
+    cache: Cache = "none"
+    lacache_layers: Literal["first", "wide"] | tuple[int, ...] = "first"
+    lacache_interval: int | None = None
     seed: int = 0
     check_every: int = 1
 
@@ -119,6 +129,7 @@ class DecodingConfig(_Replaceable):
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         self._check_rule()
         self._check_steps()
+        self._check_cache()
 
     def _check_rule(self) -> None:
         given = [name for name in _RULE_PARAMETER.values() if getattr(self, name) is not None]
@@ -145,6 +156,18 @@ class DecodingConfig(_Replaceable):
             isinstance(self.steps, int) and self.steps >= blocks and self.steps % blocks == 0,
             f"steps={self.steps!r} must be a multiple of the {blocks} blocks of {self.block_length} in {self.max_new_tokens}",
         )
+
+    def _check_cache(self) -> None:
+        _one_of("cache", self.cache, Cache)
+        layers, interval = self.lacache_layers, self.lacache_interval
+        if self.cache != "lacache" and (layers != "first" or interval is not None):
+            raise ConfigError(f"lacache_layers and lacache_interval belong to cache='lacache', not {self.cache!r}")
+        if not isinstance(layers, str):
+            object.__setattr__(self, "lacache_layers", tuple(layers))
+            _require(len(layers) > 0 and min(layers) >= 0, f"lacache_layers={layers!r} must name layers from 0 on")
+        else:
+            _require(layers in ("first", "wide"), f"lacache_layers={layers!r}: choose 'first', 'wide' or layer numbers")
+        _require(interval is None or interval >= 1, f"lacache_interval must be at least 1, not {interval}")
 
     @property
     def rule(self) -> CommitRule:

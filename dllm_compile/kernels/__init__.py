@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from . import attention, embed, guide, head, head_confidence, rms_norm, rope, row_attention, swiglu
+from . import attention, embed, facache, guide, head, head_confidence, rms_norm, rope, row_attention, swiglu, write_rows
 
 __all__ = [
     "INLINED",
     "attention",
     "embed",
+    "facache",
     "guide",
     "head",
     "head_confidence",
@@ -24,6 +25,7 @@ __all__ = [
     "rope",
     "row_attention",
     "swiglu",
+    "write_rows",
 ]
 
 INLINED: dict[Any, Callable[..., Any]] = {

@@ -2,7 +2,7 @@
 """Graph passes, one a file, and the order in which they run.
 
 `NORMALIZE` turns many spellings into a small canonical vocabulary; `FUSE` are exact rewrites of the canonical graph;
-`specialize` makes one program for one kind of call. Passes that mutate caches come last.
+the others make one program for one kind of call. Passes that mutate caches come last.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from .flatten_rows import WHOLE_SAMPLE, flatten_rows_pass
 from .framework import GraphPass, Level, PassResult, Refusal, run_passes
 from .fuse_head_confidence import fuse_head_confidence_pass
 from .inline_references import INLINE_REFERENCES
+from .insert_lacache import insert_lacache_pass
 from .normalize_attention import NORMALIZE_ATTENTION
 from .normalize_embedding import NORMALIZE_EMBEDDING
 from .normalize_head import NORMALIZE_HEAD
@@ -31,8 +32,9 @@ __all__ = [
     "PassResult",
     "Refusal",
     "flatten_rows_pass",
+    "head_passes",
+    "insert_lacache_pass",
     "run_passes",
-    "step_passes",
 ]
 
 # Norms first: the walk from attention to its projections stops at a norm (QK-norm) as well as at a linear layer.
@@ -49,10 +51,6 @@ OPTIONAL: tuple[str, ...] = (*(graph_pass.name for graph_pass in FUSE), INLINE_R
 """Passes that can be left out: the result is the same, only slower."""
 
 
-def step_passes(tile_rows: int, mask_token_id: int, *, sampled: bool, guided: bool) -> tuple[GraphPass, ...]:
-    """Passes from the canonical graph to the program of one decoding step."""
-    return (
-        flatten_rows_pass(tile_rows),
-        select_wanted_rows_pass(guided),
-        fuse_head_confidence_pass(mask_token_id, sampled),
-    )
+def head_passes(mask_token_id: int, *, sampled: bool, guided: bool) -> tuple[GraphPass, ...]:
+    """Passes that end a row program in the wanted rows' tokens and confidences."""
+    return (select_wanted_rows_pass(guided), fuse_head_confidence_pass(mask_token_id, sampled))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..errors import PassError
@@ -140,6 +140,16 @@ def call(gm: GraphModule, target: Any, args: tuple[Any, ...], like: Node, before
             node.meta[key] = like.meta[key]
     node.meta["val"] = _run_fake(gm, node)
     return node
+
+
+def copy_region(gm: GraphModule, outputs: Iterable[Node], known: dict[Node, Node], before: Node) -> list[Node]:
+    """Compute `outputs` once more, before `before`, from other inputs: `known` maps nodes to what stands for them."""
+    outputs = list(outputs)
+    mapping = dict(known)
+    for node in backward_slice(outputs, known.__contains__):
+        args = map_arg(node.args, lambda source: mapping.get(source, source))
+        mapping[node] = call(gm, node.target, args, like=node, before=before)  # type: ignore[arg-type]
+    return [mapping.get(node, node) for node in outputs]
 
 
 def replace(old: Node, new: Node) -> None:

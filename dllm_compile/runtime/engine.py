@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config import DecodingConfig
 from ..errors import DllmCompileError
+from .cache import cache_policy
 from .facts import ModelFacts, stop_ids
 from .layout import Layout, Sample
 from .output import FinishedRow, GenerationOutput, build_output
@@ -83,8 +84,10 @@ class _Loop:
         self.mask_id = check_mask_token(facts)
         self.stops = stop_ids(facts, config.eos_token_id)
         self.constants = StepConstants.of(config, facts, programs.device)
+        self.cache = cache_policy(config, programs)
         self.samples = [Sample.plan(i, prompt, config, self.mask_id) for i, prompt in enumerate(prompts)]
         self.layout = self._lay_out(self.samples)
+        self.cache.begin(self.layout)
         self.state = CanvasState.begin(self.layout, self.layout.initial_tokens(self.mask_id))
         self.finished: dict[int, FinishedRow] = {}
         self.forwards = 0
@@ -104,7 +107,7 @@ class _Loop:
         budget = max(sample.masks for sample in self.samples)
         while budget > 0:
             for _ in range(check_every):
-                decode_step(self.programs, self.constants, self.layout, self.state)
+                decode_step(self.cache, self.constants, self.layout, self.state)
                 self.forwards += self.constants.forwards_per_step
                 self.row_forwards += self.layout.forward_rows
             budget -= check_every
@@ -130,6 +133,7 @@ class _Loop:
             # Tokens move, but a sample's own rows, positions and counts stay what they are.
             self.state = self.state.select(self.layout, keep)
             self.layout = self._lay_out([self.layout.samples[i] for i in keep])
+            self.cache.begin(self.layout)
             # `plan` pads to the widest block that is left; block numbers are the samples' own and stay valid.
         return False
 

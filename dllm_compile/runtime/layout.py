@@ -60,6 +60,7 @@ class Layout:
         sample_of_row: (R,) int64.
         given: (R,) bool, prompt tokens that were given (not masks).
         start: (S,) int64, first row of each sample.
+        lengths: (S,) int64, rows of each sample.
         index: (S,) int64, place of each sample in the call.
         prompt_length: (S,) int64.
         n_blocks: (S,) int64.
@@ -75,6 +76,7 @@ class Layout:
     sample_of_row: Tensor
     given: Tensor
     start: Tensor
+    lengths: Tensor
     index: Tensor
     prompt_length: Tensor
     n_blocks: Tensor
@@ -114,6 +116,7 @@ class Layout:
             sample_of_row=sample_of_row.to(device),
             given=given.to(device),
             start=start.to(device),
+            lengths=lengths.to(device),
             index=torch.tensor([sample.index for sample in samples], device=device),
             prompt_length=torch.tensor([len(sample.prompt) for sample in samples], device=device),
             n_blocks=torch.tensor([len(sample.blocks) for sample in samples], device=device),
@@ -121,6 +124,11 @@ class Layout:
             tiles=tiles.to(device),
             forward_positions=(torch.cat([positions, positions]) if guided else positions).to(device),
         )
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest sample."""
+        return max(sample.length for sample in self.samples)
 
     @property
     def forward_rows(self) -> int:

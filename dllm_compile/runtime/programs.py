@@ -16,16 +16,28 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .._compat import distinct_sizes
-from ..passes import INLINE_REFERENCES, WHOLE_SAMPLE, PassResult, flatten_rows_pass, run_passes, step_passes
+from ..passes import (
+    INLINE_REFERENCES,
+    WHOLE_SAMPLE,
+    GraphPass,
+    PassResult,
+    flatten_rows_pass,
+    head_passes,
+    insert_lacache_pass,
+    run_passes,
+)
 from ..passes.graph import placeholders, share
-from .row_programs import StepInputs
+from .block_tiles import block_tile_table
+from .row_programs import LaCacheInputs, StepInputs
+from .shape import ModelShape
 
 # Query rows of a tile on CUDA: the height of the attention kernel's tile.
 CUDA_TILE_ROWS = 64
 
 # Sizes with which a program is compiled: different, odd and above one, so that no dimension is taken for a constant
-# or for another one.
-_WARM_UP = {"ids": 37, "tiles": 5, "wanted": 11, "banned": 3}
+# or for another one. What is not named here has a row for each row of the step.
+_ROWS = 37
+_SIZES = {"tiles": 6, "wanted": 11, "unconditional": 11, "seeds": 11, "block_rows": 13, "banned": 3}
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,7 @@ class ModelPrograms:
         observe: Callable[[str, str, GraphModule], None] | None = None,
     ) -> None:
         self.device = device
+        self.shape = ModelShape.of(canonical)
         self.tile_rows = CUDA_TILE_ROWS if device.type == "cuda" else None
         self._canonical = canonical
         self._layers = layers
@@ -100,25 +113,42 @@ class ModelPrograms:
     @torch.no_grad()
     def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """See `RowPrograms.step`."""
-        program = self.step_program(sampled=inputs.seeds is not None, guided=inputs.unconditional is not None)
-        given = {name: value for name, value in vars(inputs).items() if value is not None}
-        return program(**given)
+        return self._step_program("step", (), inputs)(**_given(inputs))  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def forward(self, ids: Tensor, positions: Tensor, tiles: Tensor) -> Tensor:
         """Logits (R, V) of every row."""
         return self.forward_program()(ids=ids, positions=positions, tiles=tiles)
 
-    def forward_program(self) -> Program:
-        """The program with all rows' logits."""
-        return self._get("forward", (flatten_rows_pass(self.tile_rows or WHOLE_SAMPLE),))
+    @torch.no_grad()
+    def lacache_step(self, inputs: StepInputs, cache: LaCacheInputs) -> tuple[Tensor, Tensor]:
+        """See `RowPrograms.lacache_step`."""
+        insert = insert_lacache_pass(cache.layers, "first" if cache.block_rows is None else "step")
+        layers = "" if cache.layers == (0,) else "_layers_" + "_".join(map(str, cache.layers))
+        program = self._step_program(insert.name.removeprefix("insert_") + layers, (insert,), inputs)
+        extra = {} if cache.block_rows is None else {"block_rows": cache.block_rows}
+        return program(**_given(inputs), **cache.state, **extra, block_tiles=cache.block_tiles)
 
     def step_program(self, *, sampled: bool = False, guided: bool = False) -> Program:
-        """The program of a decoding step."""
-        name = "step" + "_sampled" * sampled + "_guided" * guided
+        """The program of an uncached decoding step."""
+        return self._named("step", (), sampled, guided)
+
+    def forward_program(self) -> Program:
+        """The program with all rows' logits."""
+        return self._get("forward", (self._flatten,))
+
+    def _step_program(self, name: str, cache: tuple[GraphPass, ...], inputs: StepInputs) -> Program:
+        """The program of a decoding step of the kind that `inputs` asks for."""
+        return self._named(name, cache, inputs.seeds is not None, inputs.unconditional is not None)
+
+    def _named(self, name: str, cache: tuple[GraphPass, ...], sampled: bool, guided: bool) -> Program:
         assert self._mask_token_id is not None, "callers check that the model states its mask id"
-        passes = step_passes(self.tile_rows or WHOLE_SAMPLE, self._mask_token_id, sampled=sampled, guided=guided)
-        return self._get(name, passes)
+        end = head_passes(self._mask_token_id, sampled=sampled, guided=guided)
+        return self._get(name + "_sampled" * sampled + "_guided" * guided, (self._flatten, *cache, *end))
+
+    @property
+    def _flatten(self) -> GraphPass:
+        return flatten_rows_pass(self.tile_rows or WHOLE_SAMPLE)
 
     def _get(self, name: str, passes: tuple[Any, ...]) -> Program:
         with self._lock:
@@ -138,12 +168,16 @@ class ModelPrograms:
         return Program(name, gm, run, results, self._compiled, time.perf_counter() - start)
 
 
+def _given(inputs: StepInputs) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(inputs).items() if value is not None}
+
+
 def _compile(gm: GraphModule, device: torch.device) -> Callable[..., Any]:
     """Compile once for all sizes, on inputs made here, so that the user's first shapes decide nothing."""
     run = torch.compile(gm, fullgraph=True)
-    inputs = _example_inputs(gm, device)
-    for name, value in inputs.items():
-        if value.dim() and (name in _WARM_UP or value.shape[0] != 1):
+    inputs = {str(node.target): _example(str(node.target), node.meta["val"], device) for node in placeholders(gm)}
+    for value in inputs.values():
+        if value.dim():
             torch._dynamo.mark_dynamic(value, 0)
     with warnings.catch_warnings(), distinct_sizes():
         warnings.simplefilter("ignore")
@@ -151,22 +185,18 @@ def _compile(gm: GraphModule, device: torch.device) -> Callable[..., Any]:
     return run
 
 
-def _example_inputs(gm: GraphModule, device: torch.device) -> dict[str, Tensor]:
-    rows, wanted = _WARM_UP["ids"], _WARM_UP["wanted"]
-    sizes = {"ids": rows, "positions": rows, "wanted": wanted, "unconditional": wanted, "seeds": wanted}
-    inputs: dict[str, Tensor] = {}
-    for node in placeholders(gm):
-        name, value = str(node.target), node.meta["val"]
-        if name == "tiles":
-            edges = torch.linspace(0, rows, _WARM_UP["tiles"] + 1).int()
-            inputs[name] = torch.stack((edges[:-1], edges[1:], edges[:-1], edges[1:]), dim=1).to(device)
-        elif value.dim() == 0:
-            inputs[name] = torch.ones((), dtype=value.dtype, device=device)
-        elif name == "banned":
-            inputs[name] = torch.full((_WARM_UP["banned"],), -1, dtype=value.dtype, device=device)
-        else:
-            inputs[name] = torch.zeros(sizes[name], dtype=value.dtype, device=device)
-    return inputs
+def _example(name: str, recorded: Tensor, device: torch.device) -> Tensor:
+    """An input to compile with."""
+    if name == "tiles":
+        edges = torch.linspace(0, _ROWS, _SIZES["tiles"] + 1).int()
+        return torch.stack((edges[:-1], edges[1:], edges[:-1], edges[1:]), dim=1).to(device)
+    if name == "block_tiles":
+        start, length, block = torch.tensor([0]), torch.tensor([_ROWS]), torch.tensor([[9, 20]])
+        return block_tile_table(start, length, block, tile_rows=16, longest=_ROWS).to(device)
+    if name == "banned":
+        return torch.full((_SIZES["banned"],), -1, dtype=recorded.dtype, device=device)
+    sizes = (_SIZES.get(name, _ROWS), *map(int, recorded.shape[1:])) if recorded.dim() else ()
+    return torch.zeros(sizes, dtype=recorded.dtype, device=device)
 
 
 def _at_least_two(name: str, value: Tensor, inputs: dict[str, Tensor]) -> Tensor:

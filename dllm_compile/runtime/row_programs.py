@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,30 @@ class StepInputs:
     guidance: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class LaCacheInputs:
+    """What a LaCache step needs besides its rows.
+
+    Attributes:
+        layers: cached layers, ascending.
+        block_tiles: (n, 6) int32, see `kernels.facache`.
+        block_rows: (W',) int64, rows of the blocks; None fills the state.
+        state: buffers by name (see `passes.insert_lacache`), one row for each row of the step.
+    """
+
+    layers: tuple[int, ...]
+    block_tiles: Tensor
+    block_rows: Tensor | None
+    state: Mapping[str, Tensor]
+
+
 class RowPrograms(Protocol):
     """A model that computes rows of several samples at once, each sample equal to itself alone."""
 
     device: torch.device
     tile_rows: int | None
     """Most query rows a tile may have; None: one tile a sample."""
+    shape: ModelShape
 
     def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """One forward.
@@ -54,4 +75,8 @@ class RowPrograms(Protocol):
             token (W,) int64, never the mask id and never a banned id, and its confidence (W,) fp32: the probability
             of that token under the unperturbed logits.
         """
+        ...
+
+    def lacache_step(self, inputs: StepInputs, cache: LaCacheInputs) -> tuple[Tensor, Tensor]:
+        """One forward that fills LaCache's state, or uses it; returns what `step` returns."""
         ...

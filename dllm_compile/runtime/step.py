@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..config import DecodingConfig
 from ..kernels import counter_rng
+from .cache import CachePolicy
 from .commit import CommitRule, commit_rule
 from .eos import BlockView, EosRule, eos_rule
 from .facts import ModelFacts, stop_ids
 from .layout import Layout
-from .row_programs import RowPrograms, StepInputs
+from .row_programs import StepInputs
 from .state import NO_END, CanvasState
 
 # Index of the draw for random remasking: Gumbel noise uses the indices [0, vocab_size), so this one is a stream of
@@ -102,11 +103,11 @@ class _Block:
     masked: Tensor
 
 
-def decode_step(programs: RowPrograms, constants: StepConstants, layout: Layout, state: CanvasState) -> None:
+def decode_step(cache: CachePolicy, constants: StepConstants, layout: Layout, state: CanvasState) -> None:
     """Make one step for every sample that is not done; samples that are done stay as they are."""
     block = _current_block(constants, layout, state)
     seeds = _seeds(constants, layout, state, block)
-    token, confidence = programs.step(_inputs(constants, layout, state, block, seeds))
+    token, confidence = cache.step(_inputs(constants, layout, state, block, seeds), layout, state)
     token, confidence = token.view(block.rows.shape), confidence.view(block.rows.shape)
     if seeds is not None and constants.remasking_stream is not None:
         confidence = counter_rng.uniform(seeds, constants.remasking_stream)
@@ -173,7 +174,6 @@ def _advance(
         positions=block.positions,
         exists=block.exists,
         open=still_open,
-        took=take,
         stop=answer & _is_stop(constants, tokens),
         end=state.end,
     )
