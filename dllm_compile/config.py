@@ -139,7 +139,8 @@ class DecodingConfig(_Replaceable):
             raise ConfigError(f"commit={self.commit!r} does not use {given[0]}: remove one of the two")
         if self.remasking == "random" and self.rule != "quota":
             raise ConfigError(
-                f"remasking='random' compares uniform numbers, so the {self.rule} rule means nothing: use commit='quota'"
+                f"remasking='random' draws uniform numbers, for which the {self.rule} rule means nothing: "
+                "use commit='quota'"
             )
         if self.rule != "quota" and self.steps is not None:
             raise ConfigError(f"steps is a quota; the {self.rule} rule runs until each block is done: remove steps")
@@ -154,7 +155,8 @@ class DecodingConfig(_Replaceable):
         blocks = self.number_of_blocks
         _require(
             isinstance(self.steps, int) and self.steps >= blocks and self.steps % blocks == 0,
-            f"steps={self.steps!r} must be a multiple of the {blocks} blocks of {self.block_length} in {self.max_new_tokens}",
+            f"steps={self.steps!r} must be a multiple of the {blocks} blocks "
+            f"(max_new_tokens={self.max_new_tokens}, block_length={self.block_length})",
         )
 
     def _check_cache(self) -> None:

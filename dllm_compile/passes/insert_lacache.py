@@ -62,8 +62,9 @@ def _state_inputs(gm: GraphModule, layer: int, attention: Node) -> dict[str, Nod
 
 
 def insert_lacache(gm: GraphModule, layers: Sequence[int], kind: Kind) -> Outcome:
-    """Rewrite the attention of `layers` in a row program; adds the inputs `block_tiles`, the state and, for `step`,
-    `block_rows`.
+    """Rewrite the attention of `layers` in a row program.
+
+    Adds the inputs `block_tiles`, the state (see `state_names`) and, for `step`, `block_rows`.
     """
     outcome = Outcome()
     mode = fake_mode_of(gm)

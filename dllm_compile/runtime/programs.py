@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import warnings
@@ -94,7 +95,6 @@ class ModelPrograms:
         observe: Callable[[str, str, GraphModule], None] | None = None,
     ) -> None:
         self.device = device
-        self.shape = ModelShape.of(canonical)
         self.tile_rows = CUDA_TILE_ROWS if device.type == "cuda" else None
         self._canonical = canonical
         self._layers = layers
@@ -104,6 +104,11 @@ class ModelPrograms:
         self._observe = observe
         self._lock = threading.RLock()
         self._programs: dict[str, Program] = {}
+
+    @functools.cached_property
+    def shape(self) -> ModelShape:
+        """Sizes that caches depend on."""
+        return ModelShape.of(self._canonical)
 
     @property
     def built(self) -> tuple[Program, ...]:

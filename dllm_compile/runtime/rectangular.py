@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ..errors import PassError
+from ..errors import ConfigError, PassError
 from ..passes.graph import attribute, find, output_node, share
 from .programs import Program
-from .row_programs import StepInputs
+from .row_programs import LaCacheInputs, StepInputs
+from .shape import ModelShape
 
 
 class RectangularPrograms:
@@ -49,6 +50,15 @@ class RectangularPrograms:
         return torch.ops.dllm.head_confidence(
             x, self._weight, self._scale, self._mask_token_id, inputs.banned, inputs.seeds, inputs.temperature
         )
+
+    @property
+    def shape(self) -> ModelShape:
+        """Not known: caches need row programs."""
+        raise ConfigError("an attention of this model was left as it was, so no cache can be used: set cache='none'")
+
+    def lacache_step(self, inputs: StepInputs, cache: LaCacheInputs) -> tuple[Tensor, Tensor]:
+        """Not reached: `shape` refuses first."""
+        raise ConfigError("an attention of this model was left as it was, so no cache can be used: set cache='none'")
 
     @torch.no_grad()
     def forward(self, ids: Tensor, positions: Tensor, tiles: Tensor) -> Tensor:

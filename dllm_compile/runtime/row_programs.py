@@ -66,7 +66,11 @@ class RowPrograms(Protocol):
     device: torch.device
     tile_rows: int | None
     """Most query rows a tile may have; None: one tile a sample."""
-    shape: ModelShape
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes that caches depend on."""
+        ...
 
     def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """One forward.

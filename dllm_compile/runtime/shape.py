@@ -32,8 +32,9 @@ class ModelShape:
         return cls(len(attentions), heads, int(k.shape[-2]), head_dim, int(stream.shape[-1]), q.dtype)
 
     def lacache_bytes_per_row(self, cached: int, embedding: bool = True) -> int:
-        """Bytes of LaCache's state for one row: q, k, v in the model's dtype, m, l and O in fp32, in each cached layer,
-        and one embedding row (with guidance there are two rows for each position).
+        """Bytes of LaCache's state for one row; with guidance there are two rows for each position.
+
+        In each cached layer q, k, v in the model's dtype and m, l, O in fp32; one embedding row in all.
         """
         size = self.dtype.itemsize
         layer = (self.heads + 2 * self.kv_heads) * self.head_dim * size + (self.head_dim + 2) * self.heads * 4
