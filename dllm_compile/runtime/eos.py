@@ -26,7 +26,6 @@ class BlockView:
         positions: (S, w) int64, canvas positions.
         exists: (S, w) bool, false in the padding of short blocks.
         open: (S, w) bool, still masked.
-        took: (S, w) bool, committed in this step.
         stop: (S, w) bool, holds a stop id of the answer.
         end: (S,) int64, end known before this step.
     """
@@ -34,7 +33,6 @@ class BlockView:
     positions: Tensor
     exists: Tensor
     open: Tensor
-    took: Tensor
     stop: Tensor
     end: Tensor
 
@@ -55,8 +53,11 @@ def end_after_block(view: BlockView) -> Tensor:
 
 
 def end_at_first(view: BlockView) -> Tensor:
-    """`eos="first"`: the leftmost stop id of the step in which one first appears ends the answer behind itself."""
-    leftmost = torch.where(view.took & view.stop, view.positions, NO_END - 1).amin(-1) + 1
+    """`eos="first"`: the leftmost stop id of the step in which one first appears ends the answer behind itself.
+
+    While no end is known the answer held no stop id before this step, so all that are seen are of this step.
+    """
+    leftmost = torch.where(view.stop, view.positions, NO_END - 1).amin(-1) + 1
     return torch.where(view.end == NO_END, leftmost, view.end)
 
 
