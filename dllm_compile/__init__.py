@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from . import errors, models
     from .api import OptimizedModel, optimize
     from .config import CompileConfig, DecodingConfig
+    from .remote_code import load_remote
     from .runtime.output import GenerationOutput
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "OptimizedModel",
     "__version__",
     "errors",
+    "load_remote",
     "models",
     "optimize",
 ]
@@ -37,6 +39,7 @@ _HOME: dict[str, str | None] = {
     "GenerationOutput": ".runtime.output",
     "OptimizedModel": ".api",
     "errors": None,
+    "load_remote": ".remote_code",
     "models": None,
     "optimize": ".api",
 }

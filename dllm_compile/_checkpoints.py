@@ -75,9 +75,9 @@ def _remote_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if "auto_map" not in config:
         raise CheckpointError(f"{folder}/config.json names no code of its own: leave --trust-remote-code out")
-    from transformers import AutoModel
+    from .remote_code import load_remote
 
-    return AutoModel.from_pretrained(folder, trust_remote_code=True, torch_dtype=dtype or "auto")
+    return load_remote(folder, dtype=dtype)
 
 
 def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
