@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_compile.config import DecodingConfig
 from dllm_compile.errors import ConfigError, DllmCompileError, PromptError, PromptTooLongError
+from dllm_compile.runtime.cache.uncached import Uncached
 from dllm_compile.runtime.engine import decode
 from dllm_compile.runtime.layout import Layout, Sample, tile_table
 from dllm_compile.runtime.state import CanvasState
@@ -242,20 +243,20 @@ def test_a_step_reads_nothing_on_the_host(eos, options):
     prompts[0][1] = MASK
     tokens = [7, 3, 9, 11, EOS, 5, 6, 2, EOS, 4, 8, 12, 13, 14]
     programs = ScriptedPrograms(tokens, [0.1 * (i * 7 % 10) for i in range(14)])
-    constants = StepConstants.of(config, FACTS, programs.device)
+    constants, cache = StepConstants.of(config, FACTS, programs.device), Uncached(programs)
     samples = [Sample.plan(i, prompt, config, MASK) for i, prompt in enumerate(prompts)]
     layout = Layout.of(samples, mask_token_id=MASK, tile_rows=None, guided=config.cfg_scale > 0, device=programs.device)
     state = CanvasState.begin(layout, layout.initial_tokens(MASK))
     addresses = [getattr(state, name).data_ptr() for name in CanvasState.__dataclass_fields__]
     with _NoHostRead():
         for _ in range(12):
-            decode_step(programs, constants, layout, state)
+            decode_step(cache, constants, layout, state)
     assert addresses == [getattr(state, name).data_ptr() for name in CanvasState.__dataclass_fields__]
     assert state.done.all()
     finished = state.tokens[:-1].clone()
     expected = decode(ScriptedPrograms(tokens, programs.confidence.tolist()), FACTS, prompts, config)
     assert finished.tolist() == list(itertools.chain(*canvases(expected, prompts, config)))
-    decode_step(programs, constants, layout, state)
+    decode_step(cache, constants, layout, state)
     assert torch.equal(finished, state.tokens[:-1]), "samples that are done stay as they are"
 
 

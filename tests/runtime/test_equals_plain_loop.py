@@ -147,6 +147,16 @@ def test_eos_switches(rule, temperature, eos):
     assert not torch.equal(last.sequences, plain_run.sequences)
 
 
+def test_only_the_models_eos_is_banned():
+    """`logits_eos_inf` is about the model's own id; other stop ids may still be proposed, also where it is none."""
+    model = TinyModel(seed=2, eos_bias=3.0)
+    model.bias[EOT] = 6.0
+    config = DecodingConfig(max_new_tokens=16, block_length=8, logits_eos_inf=True, eos_token_id=(EOT,), eos="none")
+    output, _ = assert_equals_plain(DensePrograms(model), prompts_of(2, 6, seed=8), config)
+    assert (output.sequences == EOT).any()
+    assert not (output.sequences == EOS).any()
+
+
 def test_stop_ids_committed_last():
     """With the switch, no other candidate of a block is left when a stop id is committed."""
     model = TinyModel(seed=2, eos_bias=6.0)

@@ -65,8 +65,8 @@ def test_protocol():
 def test_drafts():
     """After each step the rest of the canvas that has not been put, masks included."""
     recorder = DraftRecorder()
-    config = DecodingConfig(max_new_tokens=4, block_length=2, threshold=0.5, eos="none")
-    decode(scripted([3, 4, 5, 6]), FACTS, [torch.tensor([1, 2])], config.replace(threshold=2.0), streamer=recorder)
+    config = DecodingConfig(max_new_tokens=4, block_length=2, eos="none", check_every=3)
+    decode(scripted([3, 4, 5, 6]), FACTS, [torch.tensor([1, 2])], config, streamer=recorder)
     assert recorder.events == [
         ("put", [[1, 2]]),
         ("draft", [[3, MASK, MASK, MASK]]),
