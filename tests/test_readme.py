@@ -7,12 +7,14 @@ uncompiled, since compiling the same programs once for every block would prove n
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from benchmarks import small_model
 from dllm_compile import api, cli
 from dllm_compile.models.small import CHECKPOINT
 
@@ -70,3 +72,18 @@ def test_command_runs(command: str, capsys: pytest.CaptureFixture[str]):
 def test_make_target_exists(command: str):
     target = command.split()[1]
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_table_is_the_committed_measurement():
+    figures = json.loads(small_model.RESULTS.read_text(encoding="utf-8"))
+    assert small_model.render(TEXT, figures) == TEXT
+
+
+def test_the_measurement_covers_what_the_script_measures():
+    rows = json.loads(small_model.RESULTS.read_text(encoding="utf-8"))["rows"]
+    assert [(row["family"], row["name"]) for row in rows] == [
+        (family, name) for family in small_model.FAMILIES for name in small_model.CONFIGS
+    ]
+    assert {row["problems"] for row in rows} == {500}
+    for row in rows:
+        assert row["accuracy"] == row["correct"] / row["problems"]
