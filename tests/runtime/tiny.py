@@ -183,10 +183,10 @@ def options_of(config: DecodingConfig, facts: ModelFacts = FACTS) -> PlainOption
     stops = stop_ids(facts, config.eos_token_id)
     own = [one for one in facts.eos_token_id if one in stops]
     return PlainOptions(
-        mask_id=MASK,
+        mask_id=facts.mask_token_id,
         stop_ids=stops,
         model_eos=facts.eos_token_id,
-        fill_id=(*own, *stops, MASK)[0],
+        fill_id=(*own, *stops, facts.mask_token_id)[0],
         max_new_tokens=config.max_new_tokens,
         block_length=config.block_length,
         steps=config.steps,
