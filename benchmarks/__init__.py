@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: each script writes figures under `results` that tests and the README read."""
+"""What a card measures: `python -m benchmarks CASE --json FILE`. Ratios are between variants of one run."""

@@ -11,6 +11,7 @@ from .flatten_rows import WHOLE_SAMPLE, flatten_rows_pass
 from .framework import GraphPass, Level, PassResult, Refusal, run_passes
 from .fuse_head_confidence import fuse_head_confidence_pass
 from .inline_references import INLINE_REFERENCES
+from .insert_kv_cache import insert_kv_cache_pass
 from .insert_lacache import insert_lacache_pass
 from .normalize_attention import NORMALIZE_ATTENTION
 from .normalize_embedding import NORMALIZE_EMBEDDING
@@ -33,6 +34,7 @@ __all__ = [
     "Refusal",
     "flatten_rows_pass",
     "head_passes",
+    "insert_kv_cache_pass",
     "insert_lacache_pass",
     "run_passes",
 ]

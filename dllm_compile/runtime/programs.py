@@ -24,12 +24,13 @@ from ..passes import (
     PassResult,
     flatten_rows_pass,
     head_passes,
+    insert_kv_cache_pass,
     insert_lacache_pass,
     run_passes,
 )
 from ..passes.graph import placeholders, share
 from .block_tiles import block_tile_table
-from .row_programs import LaCacheInputs, StepInputs
+from .row_programs import CacheInputs, LaCacheInputs, StepInputs
 from .shape import ModelShape
 
 # Query rows of a tile on CUDA: the height of the attention kernel's tile.
@@ -38,7 +39,8 @@ CUDA_TILE_ROWS = 64
 # Sizes with which a program is compiled: different, odd and above one, so that no dimension is taken for a constant
 # or for another one. What is not named here has a row for each row of the step.
 _ROWS = 37
-_SIZES = {"tiles": 6, "wanted": 11, "unconditional": 11, "seeds": 11, "block_rows": 13, "banned": 3}
+_SIZES = {"tiles": 6, "wanted": 11, "unconditional": 11, "seeds": 11, "block_rows": 13, "banned": 3, "spans": 7}
+_CACHE_ROWS = 53
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,20 @@ class ModelPrograms:
     def lacache_step(self, inputs: StepInputs, cache: LaCacheInputs) -> tuple[Tensor, Tensor]:
         """See `RowPrograms.lacache_step`."""
         insert = insert_lacache_pass(cache.layers, "first" if cache.block_rows is None else "step")
-        layers = "" if cache.layers == (0,) else "_layers_" + "_".join(map(str, cache.layers))
+        layers = "" if cache.layers == (0,) else "_layers_" + _spans(cache.layers)
         program = self._step_program(insert.name.removeprefix("insert_") + layers, (insert,), inputs)
         extra = {} if cache.block_rows is None else {"block_rows": cache.block_rows}
         return program(**_given(inputs), **cache.state, **extra, block_tiles=cache.block_tiles)
+
+    @torch.no_grad()
+    def cached_step(self, inputs: StepInputs, cache: CacheInputs) -> tuple[Tensor, Tensor]:
+        """See `RowPrograms.cached_step`."""
+        name, extra = "cached_step", {}
+        if cache.scored:
+            name += "_scored_" + _spans(cache.scored)
+            extra = {"window": cache.window, "spans": cache.spans, "scores": cache.scores}
+        program = self._step_program(name, (insert_kv_cache_pass(cache.scored),), inputs)
+        return program(**_given(inputs), **cache.caches, **extra, cache_rows=cache.cache_rows)  # type: ignore[no-any-return]
 
     def step_program(self, *, sampled: bool = False, guided: bool = False) -> Program:
         """The program of an uncached decoding step."""
@@ -173,6 +185,17 @@ class ModelPrograms:
         return Program(name, gm, run, results, self._compiled, time.perf_counter() - start)
 
 
+def _spans(layers: tuple[int, ...]) -> str:
+    """`0_3-17` for layers 0 and 3 to 17."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][1] + 1:
+            parts[-1][1] = layer
+        else:
+            parts.append([layer, layer])
+    return "_".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
 def _given(inputs: StepInputs) -> dict[str, Tensor]:
     return {name: value for name, value in vars(inputs).items() if value is not None}
 
@@ -181,9 +204,9 @@ def _compile(gm: GraphModule, device: torch.device) -> Callable[..., Any]:
     """Compile once for all sizes, on inputs made here, so that the user's first shapes decide nothing."""
     run = torch.compile(gm, fullgraph=True)
     inputs = {str(node.target): _example(str(node.target), node.meta["val"], device) for node in placeholders(gm)}
-    for value in inputs.values():
-        if value.dim():
-            torch._dynamo.mark_dynamic(value, 0)
+    for name, value in inputs.items():
+        for dimension in range(2 if name == "window" else min(value.dim(), 1)):
+            torch._dynamo.mark_dynamic(value, dimension)
     with warnings.catch_warnings(), distinct_sizes():
         warnings.simplefilter("ignore")
         run(**inputs)
@@ -200,6 +223,10 @@ def _example(name: str, recorded: Tensor, device: torch.device) -> Tensor:
         return block_tile_table(start, length, block, tile_rows=16, longest=_ROWS).to(device)
     if name == "banned":
         return torch.full((_SIZES["banned"],), -1, dtype=recorded.dtype, device=device)
+    if name == "window":
+        return torch.zeros((_SIZES["spans"], 9), dtype=recorded.dtype, device=device)
+    if "_cache_" in name or name == "scores":
+        return torch.zeros((_CACHE_ROWS, *map(int, recorded.shape[1:])), dtype=recorded.dtype, device=device)
     sizes = (_SIZES.get(name, _ROWS), *map(int, recorded.shape[1:])) if recorded.dim() else ()
     return torch.zeros(sizes, dtype=recorded.dtype, device=device)
 

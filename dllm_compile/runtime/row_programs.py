@@ -60,6 +60,28 @@ class LaCacheInputs:
     state: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class CacheInputs:
+    """What a cached step needs besides its rows. Key rows in `StepInputs.tiles` are rows of the caches.
+
+    Attributes:
+        caches: `k_cache_i` and `v_cache_i` of every layer i, each (K, H_kv, hd) in the model's dtype, written in place.
+        cache_rows: (R,) int64, where each row of the step writes its key and value. Padding rows share a spare row.
+        scored: layers that add to `scores`; empty when no score is wanted.
+        window: (S, w) int64, rows of the step whose queries are scored, -1 for none.
+        spans: (S, 2) int32, first and end cache row of each sample.
+        scores: (K,) fp32, added to in place: raw logits between the window's queries and each key, summed over rows,
+            heads and scored layers.
+    """
+
+    caches: Mapping[str, Tensor]
+    cache_rows: Tensor
+    scored: tuple[int, ...] = ()
+    window: Tensor | None = None
+    spans: Tensor | None = None
+    scores: Tensor | None = None
+
+
 class RowPrograms(Protocol):
     """A model that computes rows of several samples at once, each sample equal to itself alone."""
 
@@ -83,4 +105,8 @@ class RowPrograms(Protocol):
 
     def lacache_step(self, inputs: StepInputs, cache: LaCacheInputs) -> tuple[Tensor, Tensor]:
         """One forward that fills LaCache's state, or uses it; returns what `step` returns."""
+        ...
+
+    def cached_step(self, inputs: StepInputs, cache: CacheInputs) -> tuple[Tensor, Tensor]:
+        """One forward of the given rows over keys and values in a cache; returns what `step` returns."""
         ...
