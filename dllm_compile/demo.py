@@ -90,7 +90,8 @@ def run(*, problems: int = 4, threshold: float = 0.9, device: str | None = None,
 
     console.rule("2  Captured, rewritten, certified")
     began = time.perf_counter()
-    fast = optimize(model, CompileConfig(compile=compile))
+    with console.status("optimize(model) ..."):
+        fast = optimize(model, CompileConfig(compile=compile))
     console.print(f"optimize(model) took {time.perf_counter() - began:.1f} s")
     console.print(str(fast.report()), markup=False, soft_wrap=True)
 
@@ -98,13 +99,15 @@ def run(*, problems: int = 4, threshold: float = 0.9, device: str | None = None,
     chosen = held_out("arithmetic", problems)
     one = DecodingConfig()
     began = time.perf_counter()
-    fast.generate([tokenizer(chosen[0].prompt)["input_ids"]], one.replace(max_new_tokens=one.block_length))
+    with console.status("first call: compiling ..."):
+        fast.generate([tokenizer(chosen[0].prompt)["input_ids"]], one.replace(max_new_tokens=one.block_length))
     console.print(f"first call, with whatever is compiled in it: {time.perf_counter() - began:.1f} s")
-    runs = [
-        _plain("plain loop, one prompt at a time", model, tokenizer, chosen, one),
-        _fast("optimized, same rule, one batch", fast, tokenizer, chosen, one),
-        _fast(f"optimized, threshold {threshold}", fast, tokenizer, chosen, one.replace(threshold=threshold)),
-    ]
+    with console.status("decoding ..."):
+        runs = [
+            _plain("plain loop, one prompt at a time", model, tokenizer, chosen, one),
+            _fast("optimized, same rule, one batch", fast, tokenizer, chosen, one),
+            _fast(f"optimized, threshold {threshold}", fast, tokenizer, chosen, one.replace(threshold=threshold)),
+        ]
     _show(console, chosen, runs)
     equal = runs[0].canvases == runs[1].canvases
     if equal:
