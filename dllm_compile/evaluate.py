@@ -29,6 +29,7 @@ class Evaluation:
         answer_tokens: tokens of all answers, the stop id and what follows excluded.
         forwards: forwards in which a problem was active, summed over the problems.
         forwards_squared: sum of their squares, for the standard error.
+        batch_forwards: forwards that were run; each is shared by the problems of a batch.
         seconds: wall time of the decode loops; how many problems share a forward decides it.
         batch_size: problems decoded together (changes `seconds` only).
         config: the configuration.
@@ -40,6 +41,7 @@ class Evaluation:
     answer_tokens: int
     forwards: int
     forwards_squared: int
+    batch_forwards: int
     seconds: float
     batch_size: int
     config: DecodingConfig
@@ -88,6 +90,7 @@ class Evaluation:
             "forwards_per_problem": self.forwards_per_problem,
             "forwards_error": self.forwards_error,
             "tokens_per_forward": self.tokens_per_forward,
+            "batch_forwards": self.batch_forwards,
             "seconds": self.seconds,
             "batch_size": self.batch_size,
             "rule": self.config.rule,
@@ -140,7 +143,7 @@ def evaluate(
     chosen = held_out(family, problems, seed)
     texts: list[str] = []
     forwards: list[int] = []
-    answer_tokens, seconds = 0, 0.0
+    answer_tokens, batch_forwards, seconds = 0, 0, 0.0
     for batch in _batches(chosen, batch_size, progress):
         # Sample i of a call uses seed + i: without the offset every batch would draw the same noise.
         here = config.replace(seed=config.seed + len(texts))
@@ -150,6 +153,7 @@ def evaluate(
         texts += [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
         forwards += stats.forwards_per_row
         answer_tokens += stats.answer_tokens
+        batch_forwards += stats.forwards
         seconds += stats.seconds
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         correct = sum(pool.map(grade, chosen, texts))
@@ -160,6 +164,7 @@ def evaluate(
         answer_tokens=answer_tokens,
         forwards=sum(forwards),
         forwards_squared=sum(count * count for count in forwards),
+        batch_forwards=batch_forwards,
         seconds=seconds,
         batch_size=batch_size,
         config=config,

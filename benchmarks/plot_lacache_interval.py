@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw `docs/lacache_interval.svg` and write `docs/lacache.md`'s table from the committed figures.
+
+python -m benchmarks.plot_lacache_interval benchmarks/results/FILE.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+BEGIN, END = "<!-- table: lacache-interval -->\n", "<!-- end of table -->"
+
+
+def main() -> None:
+    """Read a result file, draw, and put the table between its marks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", type=Path)
+    arguments = parser.parse_args()
+    result = json.loads(arguments.result.read_text(encoding="utf-8"))
+    page = DOCS / "lacache.md"
+    text = page.read_text(encoding="utf-8")
+    head, rest = text.split(BEGIN)
+    page.write_text(head + BEGIN + table(result) + END + rest.split(END, 1)[1], encoding="utf-8")
+    draw(result["rows"], DOCS / "lacache_interval.svg")
+
+
+def table(result: dict[str, Any]) -> str:
+    """Rows of the page's table."""
+    environment = result["environment"]
+    lines = [
+        f"{environment['card']}, torch {environment['torch']}, commit {environment['commit']}.",
+        "",
+        "| cached layers | solved | forwards a problem | ms a forward |",
+        "|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['name']} | {100 * row['accuracy']:.1f} ± {100 * row['accuracy_error']:.1f} % "
+            f"| {row['forwards_per_problem']:.1f} | {_ms(row):.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _ms(row: dict[str, Any]) -> float:
+    """Wall time of the loop for each step of a batch: forwards are shared by the problems of a batch."""
+    return 1e3 * row["seconds"] / row["batch_forwards"]
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy with its standard error, and milliseconds a forward, against the interval."""
+    import matplotlib.pyplot as plt
+
+    wide = [row for row in rows if row["name"].startswith("wide")]
+    labels = [row["name"].removeprefix("wide, ") for row in wide]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    left.errorbar(
+        range(len(wide)),
+        [100 * row["accuracy"] for row in wide],
+        yerr=[100 * row["accuracy_error"] for row in wide],
+        marker="o",
+        capsize=3,
+    )
+    left.axhline(100 * rows[0]["accuracy"], color="grey", linestyle="--", label="uncached")
+    left.set_ylabel("problems solved, %")
+    right.plot(range(len(wide)), [_ms(row) for row in wide], marker="o")
+    right.axhline(_ms(rows[0]), color="grey", linestyle="--", label="uncached")
+    right.set_ylabel("ms a forward")
+    right.set_ylim(bottom=0)
+    for axis in (left, right):
+        axis.set_xticks(range(len(wide)), labels, rotation=45, ha="right")
+        axis.set_xlabel("state filled anew")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
