@@ -34,8 +34,9 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
 def decoding_config(namespace: argparse.Namespace) -> DecodingConfig:
     """The configuration that the given options ask for; raises `ConfigError` if they contradict each other."""
     given = {f.name: getattr(namespace, f.name) for f in dataclasses.fields(DecodingConfig) if f.name in namespace}
-    if isinstance(given.get("eos_token_id"), list):
-        given["eos_token_id"] = tuple(given["eos_token_id"])
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = value[0] if len(value) == 1 and isinstance(value[0], str) else tuple(value)
     return DecodingConfig(**given)
 
 
@@ -48,15 +49,22 @@ def _argument(hint: Any) -> dict[str, Any]:
     """Keywords of `add_argument` for a field of type `hint`; None among the alternatives is the option left out."""
     kinds = [kind for kind in _alternatives(hint) if kind is not type(None)]
     literal = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    several = any(get_origin(kind) is tuple for kind in kinds)
+    if literal and several:  # one of the words, or several numbers
+        return {"type": _word_or_int, "nargs": "+", "metavar": f"{{{','.join(literal)}}}|INT"}
     if literal:
         return {"choices": literal}
     if kinds == [bool]:
         return {"action": argparse.BooleanOptionalAction}
-    several = any(get_origin(kind) is tuple for kind in kinds)
     scalar = next((kind for kind in (float, int, str) if kind in kinds), None)
     if scalar is None:
         raise TypeError(f"no command-line form for a field of type {hint}")
     return {"type": scalar, "metavar": scalar.__name__.upper(), **({"nargs": "+"} if several else {})}
+
+
+def _word_or_int(text: str) -> str | int:
+    """A number where there is one; whether a word is known, the configuration says."""
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 def _alternatives(hint: Any) -> list[Any]:

@@ -50,6 +50,8 @@ def test_every_field_is_an_option_with_its_help(name: str):
         (["--factor", "1.5", "--last-rank", "released"], {"factor": 1.5, "last_rank": "released"}),
         (["--eos-token-id", "3"], {"eos_token_id": (3,)}),
         (["--eos-token-id", "3", "4"], {"eos_token_id": (3, 4)}),
+        (["--cache", "lacache", "--lacache-layers", "wide"], {"cache": "lacache", "lacache_layers": "wide"}),
+        (["--cache", "lacache", "--lacache-layers", "0", "3"], {"cache": "lacache", "lacache_layers": (0, 3)}),
         (["--infill", "--no-logits-eos-inf"], {"infill": True, "logits_eos_inf": False}),
         (["--temperature", "0.5", "--seed", "7", "--remasking", "random"], None),
     ],
