@@ -37,11 +37,11 @@ def table(result: dict[str, Any]) -> str:
         "| cached layers | solved | forwards a problem | ms a forward |",
         "|---|---|---|---|",
     ]
-    for row in result["rows"]:
-        lines.append(
-            f"| {row['name']} | {100 * row['accuracy']:.1f} ± {100 * row['accuracy_error']:.1f} % "
-            f"| {row['forwards_per_problem']:.1f} | {_ms(row):.2f} |"
-        )
+    lines += [
+        f"| {row['name']} | {100 * row['accuracy']:.1f} ± {100 * row['accuracy_error']:.1f} % "
+        f"| {row['forwards_per_problem']:.1f} | {_ms(row):.2f} |"
+        for row in result["rows"]
+    ]
     return "\n".join(lines) + "\n"
 
 
