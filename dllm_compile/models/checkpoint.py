@@ -88,16 +88,22 @@ def save_checkpoint(
     for stale in (*folder.glob("model-*-of-*.safetensors"), folder / SINGLE_FILE, folder / INDEX_FILE):
         stale.unlink(missing_ok=True)
     if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE_FILE, metadata={"format": "pt"})
+        _write(shards[0], folder / SINGLE_FILE)
         return
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        _write(shard, folder / file)
         index.update(dict.fromkeys(shard, file))
     total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
     (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _write(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file that others may read (the library makes files for the owner only)."""
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)
 
 
 def _weight_files(folder: Path) -> list[Path]:
