@@ -11,7 +11,21 @@ from typing import Any
 
 import torch
 
-from . import attention, embed, facache, guide, head, head_confidence, rms_norm, rope, row_attention, swiglu, write_rows
+from . import (
+    attention,
+    embed,
+    facache,
+    guide,
+    head,
+    head_confidence,
+    qkv_rope_cache_write,
+    rms_norm,
+    rope,
+    row_attention,
+    row_scores,
+    swiglu,
+    write_rows,
+)
 
 __all__ = [
     "INLINED",
@@ -21,9 +35,11 @@ __all__ = [
     "guide",
     "head",
     "head_confidence",
+    "qkv_rope_cache_write",
     "rms_norm",
     "rope",
     "row_attention",
+    "row_scores",
     "swiglu",
     "write_rows",
 ]

@@ -22,6 +22,8 @@ import math
 import torch
 from torch import Tensor
 
+from dllm_compile._compat import has_triton
+
 Partial = tuple[Tensor, Tensor, Tensor]
 
 
@@ -125,11 +127,31 @@ def facache_step_reference(
     return out.flatten(1)
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor, m: Tensor, den: Tensor, num: Tensor, tiles: Tensor) -> None:
+    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"facache: q must be [R, H, hd] and k, v [R, H_kv, hd], got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
+        )
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"facache: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise TypeError(f"facache: q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if m.shape != q.shape[:2] or den.shape != q.shape[:2] or num.shape != q.shape:
+        raise ValueError(
+            f"facache: the state of q {[*q.shape]} cannot be m {[*m.shape]}, den {[*den.shape]}, num {[*num.shape]}"
+        )
+    if any(x.dtype != torch.float32 or not x.is_contiguous() for x in (m, den, num)):
+        raise TypeError("facache: the state must be contiguous fp32")
+    if tiles.ndim != 2 or tiles.shape[1] != 6 or tiles.dtype != torch.int32:
+        raise ValueError(f"facache: tiles must be (n, 6) int32, got {[*tiles.shape]} {tiles.dtype}")
+
+
 @torch.library.custom_op("dllm::facache_first", mutates_args=("m", "den", "num"))
 def facache_first(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor, den: Tensor, num: Tensor, tiles: Tensor, tile_rows: int
 ) -> Tensor:
-    """See `facache_first_reference`."""
+    """See `facache_first_reference`. On CUDA no tile may have more than `tile_rows` rows."""
+    _check(q, k, v, m, den, num, tiles)
     return facache_first_reference(q, k, v, m, den, num, tiles, tile_rows)
 
 
@@ -137,15 +159,40 @@ def facache_first(
 def facache_step(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor, den: Tensor, num: Tensor, tiles: Tensor, tile_rows: int
 ) -> Tensor:
-    """See `facache_step_reference`."""
+    """See `facache_step_reference`. On CUDA no tile may have more than `tile_rows` rows."""
+    _check(q, k, v, m, den, num, tiles)
     return facache_step_reference(q, k, v, m, den, num, tiles, tile_rows)
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, m: Tensor, den: Tensor, num: Tensor, tiles: Tensor, tile_rows: int
-) -> Tensor:
+@facache_first.register_fake
+@facache_step.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, m: Tensor, den: Tensor, num: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
 
-facache_first.register_fake(_fake)
-facache_step.register_fake(_fake)
+# Without Triton, or where the kernel does not take q, the references run on CUDA too. They read the tile table on the
+# host, so such a program cannot be captured into a CUDA graph: LaCache is there to be fast and is of no use then.
+
+
+@facache_first.register_kernel("cuda")
+def _(q: Tensor, k: Tensor, v: Tensor, m: Tensor, den: Tensor, num: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
+    _check(q, k, v, m, den, num, tiles)
+    if has_triton():
+        from dllm_compile.kernels import facache_triton as triton_version
+
+        if triton_version.kernel_takes(q):
+            with torch.cuda.device(q.device):  # Triton launches on the current device
+                return triton_version.facache_triton(q, k, v, m, den, num, tiles, tile_rows, step=False)
+    return facache_first_reference(q, k, v, m, den, num, tiles, tile_rows)
+
+
+@facache_step.register_kernel("cuda")
+def _(q: Tensor, k: Tensor, v: Tensor, m: Tensor, den: Tensor, num: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
+    _check(q, k, v, m, den, num, tiles)
+    if has_triton():
+        from dllm_compile.kernels import facache_triton as triton_version
+
+        if triton_version.kernel_takes(q):
+            with torch.cuda.device(q.device):
+                return triton_version.facache_triton(q, k, v, m, den, num, tiles, tile_rows, step=True)
+    return facache_step_reference(q, k, v, m, den, num, tiles, tile_rows)

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dllm_compile.kernels import _launch
+from dllm_compile.kernels.online_softmax import stream_keys
 
 _LOG2_E = 1.4426950408889634
 
@@ -68,18 +69,6 @@ def choose_blocks(dtype: torch.dtype, head_dim: int, tile_rows: int, programs: i
 
 
 @triton.jit
-def _online_softmax_step(scores, values, row_max, row_sum, acc, PRECISION: tl.constexpr):
-    """Fold one block of scores (fp32, in units of log2) and its values into the running state."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
-    correction = tl.exp2(row_max - new_max)
-    row_sum = row_sum * correction + tl.sum(weights, 1)
-    acc = acc * correction[:, None]
-    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
-    return new_max, row_sum, acc
-
-
-@triton.jit
 def row_attention_kernel(
     q,
     k,
@@ -116,11 +105,9 @@ def row_attention_kernel(
     k_begin = tl.load(tile + 2)
     # A part beyond the tile's last row sees no keys and stores nothing.
     k_end = tl.where(first_row < end_row, tl.load(tile + 3), k_begin)
-    whole_blocks = tl.maximum(k_end - k_begin, 0) // BLOCK_KEYS
 
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    block_keys = tl.arange(0, BLOCK_KEYS)
     in_tile = (rows < end_row)[:, None]
     query = tl.load(q + rows.to(tl.int64)[:, None] * q_row + head * q_head + dims[None, :], mask=in_tile, other=0.0)
     k_pointers = k + kv_head * k_head + dims[None, :]
@@ -129,32 +116,44 @@ def row_attention_kernel(
     row_max = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), tl.float32)
-    for block in tl.range(0, whole_blocks, num_stages=STAGES):
-        start = k_begin + block * BLOCK_KEYS
-        if DESCRIBED:
-            keys = k_blocks.load([start, kv_head * HEAD_DIM])
-        else:
-            keys = tl.load(k_pointers + (start + block_keys).to(tl.int64)[:, None] * k_row)
-        scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale
-        if DESCRIBED:
-            values = v_blocks.load([start, kv_head * HEAD_DIM])
-        else:
-            values = tl.load(v_pointers + (start + block_keys).to(tl.int64)[:, None] * v_row)
-        row_max, row_sum, acc = _online_softmax_step(scores, values, row_max, row_sum, acc, PRECISION)
-
-    start = k_begin + whole_blocks * BLOCK_KEYS
-    if start < k_end:
-        key_rows = start + block_keys
-        in_range = key_rows < k_end
-        keys = tl.load(k_pointers + key_rows.to(tl.int64)[:, None] * k_row, mask=in_range[:, None], other=0.0)
-        scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale
-        scores = tl.where(in_range[None, :], scores, -float("inf"))
-        values = tl.load(v_pointers + key_rows.to(tl.int64)[:, None] * v_row, mask=in_range[:, None], other=0.0)
-        row_max, row_sum, acc = _online_softmax_step(scores, values, row_max, row_sum, acc, PRECISION)
-
+    row_max, row_sum, acc = stream_keys(
+        query,
+        k_pointers,
+        v_pointers,
+        k_blocks,
+        v_blocks,
+        kv_head * HEAD_DIM,
+        k_row,
+        v_row,
+        k_begin,
+        k_end,
+        scale,
+        row_max,
+        row_sum,
+        acc,
+        BLOCK_KEYS,
+        STAGES,
+        PRECISION,
+        DESCRIBED,
+    )
     attended = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # no keys: 0 / 1
     out_pointers = out + rows.to(tl.int64)[:, None] * out_row + head * HEAD_DIM + dims[None, :]
     tl.store(out_pointers, attended.to(out.dtype.element_ty), mask=in_tile)
+
+
+def describe_keys(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks
+) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
+    """Tensor descriptors of the keys and values with blocks [blocks.keys, hd], or None where they cannot be had.
+
+    16-bit inputs only: fp32 products are not bound by loads.
+    """
+    described = q.element_size() == 2 and _launch.describable(k) and _launch.describable(v)
+    if not described or not _launch.has_tensor_descriptors(q.device):
+        return None, None
+    width, block_shape = k.shape[1] * k.shape[2], [blocks.keys, k.shape[2]]
+    k_blocks, v_blocks = (TensorDescriptor(x, [x.shape[0], width], [x.stride(0), 1], block_shape) for x in (k, v))
+    return k_blocks, v_blocks
 
 
 def plan_row_attention(
@@ -162,14 +161,7 @@ def plan_row_attention(
 ) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, positional arguments and compile-time arguments of one launch (`row_attention_kernel[grid](...)`)."""
     (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
-    # Descriptors on 16-bit inputs only: fp32 products are not bound by loads.
-    described = q.element_size() == 2 and _launch.describable(k) and _launch.describable(v)
-    described = described and _launch.has_tensor_descriptors(q.device)
-    block_shape = [blocks.keys, head_dim]
-    k_blocks, v_blocks = (
-        TensorDescriptor(x, [x.shape[0], kv_heads * head_dim], [x.stride(0), 1], block_shape) if described else None
-        for x in (k, v)
-    )
+    k_blocks, v_blocks = describe_keys(q, k, v, blocks)
     grid = (heads, tiles.shape[0], -(-tile_rows // blocks.rows))
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0))
     arguments = (q, k, v, k_blocks, v_blocks, tiles, out, *strides, _LOG2_E / math.sqrt(head_dim))
@@ -180,7 +172,7 @@ def plan_row_attention(
         "BLOCK_KEYS": blocks.keys,
         "STAGES": blocks.stages,
         "PRECISION": "ieee",  # of fp32 operands; 16-bit products are exact in any case
-        "DESCRIBED": described,
+        "DESCRIBED": k_blocks is not None,
         "num_warps": blocks.warps,
     }
     return grid, arguments, constants
