@@ -15,14 +15,22 @@ from torch.fx import GraphModule
 from transformers.modeling_outputs import MaskedLMOutput
 
 from ._compat import can_compile
-from .capture import Captured, capture, logits_of
+from .capture import Captured, capture, logits_of, refuse_unsupported
 from .certify import relative_deviation
 from .config import CompileConfig, DecodingConfig
-from .errors import CertificateError, ConfigError, PaddingError, PromptError, UnsupportedModelError
+from .errors import (
+    CertificateError,
+    ConfigError,
+    PaddingError,
+    PromptError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
 from .passes import FUSE, INLINE_REFERENCES, NORMALIZE, OPTIONAL, PassResult, run_passes
 from .passes.graph import aten, find, lookup, share
-from .passes.packing import pack, plans, unpack
+from .passes.packing import packed, plans
 from .report import Report, program_report, write_graphs
+from .runtime.ambient import plain_mode
 from .runtime.engine import decode
 from .runtime.facts import ModelFacts
 from .runtime.layout import tile_table
@@ -71,10 +79,14 @@ def optimize(
     if unknown:
         raise ConfigError(f"disable names {', '.join(unknown)}; optional passes are {', '.join(OPTIONAL)}")
     facts = _facts(model)
-    with _Stages(progress) as stage:
+    refuse_unsupported(model)
+    compiled, note = _decide_compile(config, next(model.parameters()).device)
+    if note is not None and config.compile is None:
+        warnings.warn(note, RuntimeWarning, stacklevel=2)
+    with torch.inference_mode(False), _Stages(progress) as stage:
         stage("capturing")
         start = time.perf_counter()
-        captured = capture(model, facts.max_sequence_length or 4096)
+        captured = capture(model, facts.max_sequence_length or 4096, facts.vocab_size)
         seconds = time.perf_counter() - start
         snapshots = [("captured", share(captured.gm))]
 
@@ -87,16 +99,22 @@ def optimize(
             captured.gm, (*NORMALIZE, *fuse), layers=captured.layers, strict=config.strict, observe=observe
         )
         stage("packing weights")
-        try:
-            pack(captured.gm)
+        with packed(captured.gm):
             stage("certifying")
             error = _certify(captured, facts)
-        except BaseException:
-            unpack(captured.gm)
-            raise
-    return OptimizedModel(
-        model, captured, facts, config, results, snapshots, logits_error=error, capture_seconds=seconds
-    )
+            optimized = OptimizedModel(
+                model,
+                captured,
+                facts,
+                config,
+                results,
+                snapshots,
+                logits_error=error,
+                capture_seconds=seconds,
+                compiled=compiled,
+                note=note,
+            )
+    return optimized
 
 
 class OptimizedModel(nn.Module):
@@ -113,6 +131,8 @@ class OptimizedModel(nn.Module):
         *,
         logits_error: float,
         capture_seconds: float,
+        compiled: bool,
+        note: str | None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -123,10 +143,10 @@ class OptimizedModel(nn.Module):
         self._snapshots = snapshots
         self._logits_error = logits_error
         self._capture_seconds = capture_seconds
-        self._notes: list[str] = []
+        self._notes = [note] if note is not None else []
         self._watch = WeightWatch(model)
         device = next(model.parameters()).device
-        self.programs = self._make_programs(device)
+        self.programs = self._make_programs(device, compiled)
         self.eval()
 
     @property
@@ -174,8 +194,7 @@ class OptimizedModel(nn.Module):
         if input_ids is None:
             raise PromptError("generate needs prompts: ids, or strings together with tokenizer=")
         self._watch.check()
-        # Results may be trained on and programs are guarded on it: never in inference mode, whatever the caller is in.
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_mode():
             prompts = split_prompts(_encode(input_ids, tokenizer), attention_mask)
             output = decode(self.programs, self.facts, prompts, decoding, streamer=streamer, progress=progress)
             if tokenizer is not None:
@@ -197,6 +216,8 @@ class OptimizedModel(nn.Module):
 
         Raises:
             PaddingError: shapes differ, or padding stands between tokens.
+            PromptTooLongError: a row has more tokens than the model has positions.
+            StaleWeightsError: parameters were replaced after `optimize`.
         """
         self._watch.check()
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
@@ -209,7 +230,12 @@ class OptimizedModel(nn.Module):
         starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
         if bool((starts > 1).any()):
             raise PaddingError("padding stands between tokens: pad each row on one side only")
-        with torch.inference_mode(False), torch.no_grad():
+        longest, limit = int(lengths.max()), self.facts.max_sequence_length
+        if limit is not None and longest > limit:
+            raise PromptTooLongError(f"a row has {longest} tokens, more than max_sequence_length={limit}: shorten it")
+        if longest == 0:
+            raise PaddingError("attention_mask hides every token: give each batch at least one token")
+        with plain_mode():
             ids = input_ids.to(self.device)[mask.to(self.device)].clone()
             positions = (mask.cumsum(1) - 1)[mask].to(self.device)
             tiles = tile_table(lengths.cpu(), self.programs.tile_rows).to(self.device)
@@ -241,35 +267,32 @@ class OptimizedModel(nn.Module):
             self.programs.forward_program()
         return write_graphs(directory, self._snapshots)
 
-    def _make_programs(self, device: torch.device) -> ModelPrograms | RectangularPrograms:
+    def _make_programs(self, device: torch.device, compiled: bool) -> ModelPrograms | RectangularPrograms:
         captured, mask_token_id = self._captured, self.facts.mask_token_id
         if _is_rectangular(captured.gm):
-            self._notes.append("an attention was left as it was, so samples are computed one by one, uncompiled: slow")
+            self._notes = ["an attention was left as it was, so samples are computed one by one, uncompiled: slow"]
             return RectangularPrograms(captured.gm, mask_token_id=mask_token_id, device=device)
         return ModelPrograms(
             captured.gm,
             layers=captured.layers,
             mask_token_id=mask_token_id,
             device=device,
-            compiled=self._decide_compile(device),
+            compiled=compiled,
             inline=INLINE_REFERENCES.name not in self.compile_config.disable,
             observe=lambda program, name, gm: self._snapshots.append((f"{program}.{name}", share(gm))),
         )
 
-    def _decide_compile(self, device: torch.device) -> bool:
-        wanted = self.compile_config.compile
-        if wanted is False:
-            self._notes.append("programs run uncompiled (compile=False)")
-            return False
-        if can_compile(device):
-            return True
-        missing = "Triton" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
-        note = f"programs run uncompiled on {device.type}, slower: {missing} was not found"
-        if wanted:
-            raise ConfigError(f"compile=True, but {missing} was not found: install it or pass compile=None")
-        warnings.warn(note, RuntimeWarning, stacklevel=4)
-        self._notes.append(note)
-        return False
+
+def _decide_compile(config: CompileConfig, device: torch.device) -> tuple[bool, str | None]:
+    """Whether programs are compiled, and what the report says where they are not."""
+    if config.compile is False:
+        return False, "programs run uncompiled (compile=False)"
+    if can_compile(device):
+        return True, None
+    missing = "Triton" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
+    if config.compile:
+        raise ConfigError(f"compile=True, but {missing} was not found: install it or pass compile=None")
+    return False, f"programs run uncompiled on {device.type}, slower: {missing} was not found"
 
 
 def _facts(model: nn.Module) -> ModelFacts:

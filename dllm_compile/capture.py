@@ -42,12 +42,13 @@ class Captured:
     layers: int
 
 
-def capture(model: nn.Module, max_length: int) -> Captured:
+def capture(model: nn.Module, max_length: int, vocab_size: int) -> Captured:
     """Export `model` for any batch size and any length up to `max_length`.
 
     Args:
         model: a module whose forward takes `input_ids` and returns logits (a tensor, or an output with `.logits`).
         max_length: longest sequence, usually the config's `max_sequence_length`.
+        vocab_size: rows of the embedding table.
 
     Raises:
         UnsupportedModelError: the model is in a state that would be captured wrongly (train mode, autocast, meta
@@ -56,12 +57,15 @@ def capture(model: nn.Module, max_length: int) -> Captured:
         CaptureError: export failed, or the graph does not compute what the module does.
     """
     refuse_unsupported(model)
-    source, prefix = _inner(model)
-    device = next(source.parameters()).device
-    ids = torch.arange(EXAMPLE_SHAPE[0] * EXAMPLE_SHAPE[1], device=device).reshape(EXAMPLE_SHAPE)
+    if max_length < 2:
+        raise UnsupportedModelError(
+            f"max_sequence_length={max_length} leaves nothing to attend to: it must be 2 or more"
+        )
+    rows, columns = EXAMPLE_SHAPE[0], min(EXAMPLE_SHAPE[1], max_length)
+    ids = torch.arange(rows * columns, device=next(model.parameters()).device).reshape(rows, columns) % vocab_size
     with torch.no_grad():
         # Also moves rotary tables that follow the first forward and not `.to(device)`, which would be traced otherwise.
-        expected = logits_of(source(ids))
+        source, prefix, expected = _inner(model, ids)
     gm = _export(source, ids, max_length)
     _clean(gm, expected)
     with torch.no_grad():
@@ -95,6 +99,10 @@ def refuse_unsupported(model: nn.Module) -> None:
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
             raise UnsupportedModelError("autocast is on and would change the captured graph: leave the autocast block")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            f"{name} was made in inference mode, which fixes its weights: make it outside of it"
+        )
     if getattr(model, "peft_config", None) or any("lora" in type(m).__module__ for m in model.modules()):
         raise UnsupportedModelError(f"{name} carries adapters: call merge_and_unload() first")
     if getattr(model, "hf_quantizer", None) is not None or any(
@@ -119,12 +127,22 @@ def refuse_unsupported(model: nn.Module) -> None:
         raise DeviceMismatchError(f"{name} mixes {', '.join(dtypes)}: convert it with model.to(dtype)")
 
 
-def _inner(model: nn.Module) -> tuple[nn.Module, str]:
-    """The inner model where a wrapper owns no parameter of its own: fewer version-dependent lines are traced."""
+def _inner(model: nn.Module, ids: Tensor) -> tuple[nn.Module, str, Tensor]:
+    """The module to capture, its prefix, and its logits.
+
+    It is the inner model where a wrapper owns no parameter and does nothing to the logits: fewer version-dependent
+    lines are traced.
+    """
+    expected = logits_of(model(ids))
     inner = getattr(model, "model", None)
     if isinstance(inner, nn.Module) and {id(p) for p in inner.parameters()} == {id(p) for p in model.parameters()}:
-        return inner, "model."
-    return model, ""
+        try:
+            same = torch.equal(logits_of(inner(ids)), expected)
+        except Exception:
+            same = False  # what the inner module takes or returns is the wrapper's business
+        if same:
+            return inner, "model.", expected
+    return model, "", expected
 
 
 def _export(source: nn.Module, ids: Tensor, max_length: int) -> GraphModule:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed weights that share storage with the user's parameters.
 
-A pass plans a packing; `pack` carries it out. The packed tensor is made once and the parameters become views of it:
+A pass plans a packing; `packed` carries it out. The packed tensor is made once and the parameters become views of it:
 same objects, names and values, so the user's model still runs, trains and saves, in-place updates reach the compiled
 programs, and memory is not doubled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import getitem
 
@@ -29,7 +31,7 @@ class Packing:
 
 
 def plan(gm: GraphModule, path: str, sources: tuple[str, ...]) -> None:
-    """Plan a packing. Until `pack`, a meta tensor of the right shape and dtype stands in."""
+    """Plan a packing. Until it is carried out, a meta tensor of the right shape and dtype stands in."""
     parts = [lookup(gm, source) for source in sources]
     rows = sum(part.shape[0] for part in parts)
     set_buffer(gm, path, parts[0].new_empty((rows, *parts[0].shape[1:]), device="meta"))
@@ -41,26 +43,35 @@ def plans(gm: GraphModule) -> tuple[Packing, ...]:
     return tuple(gm.meta.get(PLANS, ()))
 
 
-def pack(gm: GraphModule) -> None:
-    """Make the planned tensors and turn their sources into views of them, one packing at a time."""
-    for packing in plans(gm):
-        parts = [lookup(gm, source) for source in packing.sources]
-        packed = _already_packed(parts)
-        if packed is None:
-            packed = torch.cat([part.detach() for part in parts])
-            offset = 0
-            for part in parts:
-                part.data = packed[offset : offset + part.shape[0]]
-                offset += part.shape[0]
-        set_buffer(gm, packing.path, packed)
+@contextmanager
+def packed(gm: GraphModule) -> Iterator[None]:
+    """Make the planned tensors and turn their sources into views of them, one packing at a time.
 
-
-def unpack(gm: GraphModule) -> None:
-    """Give every packed parameter storage of its own again (values unchanged)."""
-    for packing in plans(gm):
-        for source in packing.sources:
-            part = lookup(gm, source)
+    When the block raises, parameters that were turned into views here get storage of their own again; those of an
+    earlier packing are left to whoever uses it.
+    """
+    moved: list[Tensor] = []
+    try:
+        for packing in plans(gm):
+            _carry_out(gm, packing, moved)
+        yield
+    except BaseException:
+        for part in moved:
             part.data = part.data.clone()
+        raise
+
+
+def _carry_out(gm: GraphModule, packing: Packing, moved: list[Tensor]) -> None:
+    parts = [lookup(gm, source) for source in packing.sources]
+    whole = _already_packed(parts)
+    if whole is None:
+        whole = torch.cat([part.detach() for part in parts])
+        offset = 0
+        for part in parts:
+            part.data = whole[offset : offset + part.shape[0]]
+            moved.append(part)
+            offset += part.shape[0]
+    set_buffer(gm, packing.path, whole)
 
 
 def _already_packed(parts: list[Tensor]) -> Tensor | None:
@@ -77,7 +88,7 @@ def _already_packed(parts: list[Tensor]) -> Tensor | None:
 
 
 def merge_linears(gm: GraphModule, linears: list[Node], path: str) -> str | None:
-    """Replace linears of one input by one linear and a split. Returns the reason when that is not possible."""
+    """Replace linears of one input by one linear and a split; says why where that is not possible."""
     first = linears[0]
     if any(node.args[0] is not first.args[0] for node in linears):
         return "the projections do not read the same input"
@@ -90,14 +101,17 @@ def merge_linears(gm: GraphModule, linears: list[Node], path: str) -> str | None
     if any(operand.op != "get_attr" for group in operands for operand in group):  # type: ignore[union-attr]
         return "a weight is computed, not stored"
     sources = [tuple(str(operand.target) for operand in group) for group in operands]  # type: ignore[union-attr]
-    taken = {id(lookup(gm, source)) for packing in plans(gm) for source in packing.sources}
-    if any(id(lookup(gm, source)) in taken for group in sources for source in group):
-        return "a weight is shared with another layer"
-    packed = []
+    taken = [id(lookup(gm, source)) for packing in plans(gm) for source in packing.sources]
+    taken += [id(lookup(gm, source)) for group in sources for source in group]
+    # A parameter can be a view of one packed tensor only.
+    if len(set(taken)) < len(taken):
+        return "a weight is shared with another projection"
+    path = _free(gm, path)
+    operands = []
     for kind, group in zip(("weight", "bias"), sources, strict=False):
         plan(gm, f"{path}.{kind}", group)
-        packed.append(_planned(gm, f"{path}.{kind}", group, before=first))
-    merged = call(gm, aten.linear.default, (first.args[0], *packed), like=first)
+        operands.append(_planned(gm, f"{path}.{kind}", group, before=first))
+    merged = call(gm, aten.linear.default, (first.args[0], *operands), like=first)
     sizes = [int(node.meta["val"].shape[-1]) for node in linears]
     split = call(gm, aten.split_with_sizes.default, (merged, sizes, -1), like=first)
     parts = [call(gm, getitem, (split, index), like=first) for index in range(len(linears))]
@@ -106,6 +120,17 @@ def merge_linears(gm: GraphModule, linears: list[Node], path: str) -> str | None
     # The parts are views of the packed rows: what reads them may have other strides now.
     restride(gm, parts)
     return None
+
+
+def _free(gm: GraphModule, path: str) -> str:
+    """`path`, or that with a number behind it where the graph module has something there."""
+    used = {packing.path.rpartition(".")[0] for packing in plans(gm)}
+    used |= {name for name, _ in gm.named_modules()}
+    number = 2
+    free = path
+    while free in used:
+        free, number = f"{path}_{number}", number + 1
+    return free
 
 
 def _planned(gm: GraphModule, path: str, sources: tuple[str, ...], before: Node) -> Node:

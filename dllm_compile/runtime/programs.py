@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..passes import (
     run_passes,
 )
 from ..passes.graph import placeholders, share
+from .ambient import plain_mode
 from .block_tiles import block_tile_table
 from .row_programs import CacheInputs, LaCacheInputs, StepInputs
 from .shape import ModelShape
@@ -65,11 +66,11 @@ class Program:
 
     def __call__(self, **inputs: Tensor) -> Any:
         """Run with inputs by name; sizes 0 and 1 are padded to 2, the smallest size a compiled program is made for."""
-        wanted = inputs.get("wanted")
         out = self.run(**{name: _at_least_two(name, value, inputs) for name, value in inputs.items()})
-        if wanted is not None and wanted.shape[0] == 1:
-            return tuple(value[:1] for value in out)
-        return out[:1] if isinstance(out, Tensor) and inputs["ids"].shape[0] == 1 else out
+        rows = inputs.get("wanted", inputs["ids"]).shape[0]
+        if rows > 1:
+            return out
+        return out[:rows] if isinstance(out, Tensor) else tuple(value[:rows] for value in out)
 
 
 class ModelPrograms:
@@ -179,7 +180,7 @@ class ModelPrograms:
         if self._compiled and self._inline:
             passes = (*passes, INLINE_REFERENCES)
         observe = None if self._observe is None else lambda pass_name, graph: self._observe(name, pass_name, graph)  # type: ignore[misc]
-        with torch.no_grad():
+        with plain_mode():
             results = run_passes(gm, passes, layers=self._layers, observe=observe)
             run = _compile(gm, self.device) if self._compiled else gm
         return Program(name, gm, run, results, self._compiled, time.perf_counter() - start)
@@ -202,7 +203,7 @@ def _given(inputs: StepInputs) -> dict[str, Tensor]:
 
 def _compile(gm: GraphModule, device: torch.device) -> Callable[..., Any]:
     """Compile once for all sizes, on inputs made here, so that the user's first shapes decide nothing."""
-    run = torch.compile(gm, fullgraph=True)
+    run = torch.compile(gm, fullgraph=True, options={"guard_filter_fn": _guards_on_inputs})
     inputs = {str(node.target): _example(str(node.target), node.meta["val"], device) for node in placeholders(gm)}
     for name, value in inputs.items():
         for dimension in range(2 if name == "window" else min(value.dim(), 1)):
@@ -211,6 +212,15 @@ def _compile(gm: GraphModule, device: torch.device) -> Callable[..., Any]:
         warnings.simplefilter("ignore")
         run(**inputs)
     return run
+
+
+def _guards_on_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Leave out the guard on the process (default dtype, threads, determinism): it decides nothing in these graphs.
+
+    Otherwise a caller who changes one of them would have the program compiled again, for the sizes of that one call.
+    Gradients and autocast are off whenever a program runs (`plain_mode`).
+    """
+    return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
 
 
 def _example(name: str, recorded: Tensor, device: torch.device) -> Tensor:
