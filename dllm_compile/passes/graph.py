@@ -37,6 +37,13 @@ def is_call(node: object, *targets: Any) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
 
 
+def is_biased_norm(node: object) -> bool:
+    """Whether `node` adds a parameter to a `dllm::rms_norm`."""
+    if not is_call(node, aten.add.Tensor) or not is_call(node.args[0], torch.ops.dllm.rms_norm.default):
+        return False
+    return isinstance(node.args[1], Node) and node.args[1].op == "get_attr"
+
+
 def find(gm: GraphModule, *targets: Any) -> list[Node]:
     """All calls of `targets`, in graph order."""
     return [node for node in gm.graph.nodes if is_call(node, *targets)]

@@ -34,6 +34,7 @@ from .graph import (
     data_inputs,
     find,
     get_attr,
+    is_biased_norm,
     is_call,
     lookup,
     placeholders,
@@ -60,7 +61,7 @@ class _Region:
 
 
 def _is_projection(node: Node) -> bool:
-    return is_call(node, aten.linear.default, torch.ops.dllm.rms_norm.default)
+    return is_call(node, aten.linear.default, torch.ops.dllm.rms_norm.default) or is_biased_norm(node)
 
 
 def _source(head: Node) -> tuple[Node, list[Node]] | Reason:
@@ -76,7 +77,7 @@ def _source(head: Node) -> tuple[Node, list[Node]] | Reason:
 
 def _told_apart(gm: GraphModule, tables: list[Node]) -> tuple[Node, Node] | Reason:
     """(cos, sin) of two table nodes."""
-    if len(tables) != 2:
+    if len(tables) != 2 or any(attribute(gm, node).dim() < 2 for node in tables):
         return Reason(f"{len(tables)} tables instead of a cosine and a sine: not a rotary embedding with stored tables")
     if any(attribute(gm, node).dtype != torch.float32 for node in tables):
         return Reason("the rotary tables are not fp32")

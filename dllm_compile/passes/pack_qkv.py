@@ -15,14 +15,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .framework import GraphPass, Level, Outcome
-from .graph import aten, find, is_call
+from .graph import aten, find, is_biased_norm, is_call
 from .packing import merge_linears
 
 
 def _projection(head: Node) -> Node | None:
     ops = torch.ops.dllm
     node = head
-    while is_call(node, ops.rope.default, ops.rms_norm.default, aten.unflatten.int):
+    while is_call(node, ops.rope.default, ops.rms_norm.default, aten.unflatten.int) or is_biased_norm(node):
         node = node.args[0]  # type: ignore[assignment]
     return node if is_call(node, aten.linear.default) else None
 

@@ -50,6 +50,7 @@ def test_counts(layers):
         {"n_kv_heads": 1},
         {"include_qkv_bias": True},
         {"attention_layer_norm": True},
+        {"attention_layer_norm": True, "include_bias": True},
         {"block_group_size": 2},
         {"layer_norm_type": "gemma_rms"},
     ],

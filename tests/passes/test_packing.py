@@ -124,6 +124,14 @@ def test_refusals(changes, graph_pass, reason):
     assert_same(gm, model)
 
 
+def test_qk_norm_with_biases_is_packed():
+    """Between projection and rotation stand a norm and the addition of its bias."""
+    _, gm = llada(attention_layer_norm=True, include_bias=True, weight_tying=True)
+    normalized(gm)
+    assert [result.matches for result in apply(gm, PACK_QKV, PACK_GATE_UP)] == [2, 2]
+    assert count(gm, "aten.linear") == 8
+
+
 def test_a_weight_that_two_layers_share_is_packed_once():
     model = Mini(shared="q of layers")
     gm = normalized(capture_mini(model).gm)
