@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .environment import environment
 
-CASES = {"lacache-steps": "lacache_steps", "lacache-interval": "lacache_interval"}
+CASES = {"lacache-steps": "lacache_steps", "lacache-interval": "lacache_interval", "cache-kernels": "cache_kernels"}
 
 
 def main() -> None:
