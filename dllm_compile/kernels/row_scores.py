@@ -15,9 +15,9 @@ from dllm_compile._compat import has_triton
 
 def summed_queries(q: Tensor, window: Tensor, kv_heads: int) -> Tensor:
     """Sum of the window rows' queries and of the heads of a group, [S, kv_heads * hd] fp32; rows < 0 count nothing."""
-    samples, heads = window.shape[0], q.shape[1]
+    (_, heads, head_dim), samples = q.shape, window.shape[0]
     chosen = q[window.clamp(min=0)].float().masked_fill((window < 0)[:, :, None, None], 0.0)
-    return chosen.sum(1).view(samples, kv_heads, heads // kv_heads, -1).sum(2).flatten(1)
+    return chosen.sum(1).view(samples, kv_heads, heads // kv_heads, head_dim).sum(2).flatten(1)
 
 
 def row_scores_reference(q: Tensor, window: Tensor, k_cache: Tensor, spans: Tensor, scores: Tensor) -> None:
@@ -53,8 +53,10 @@ def _check(q: Tensor, window: Tensor, k_cache: Tensor, spans: Tensor, scores: Te
         raise ValueError(f"row_scores: window must be [S, w] int64, got {[*window.shape]} {window.dtype}")
     if spans.shape != (window.shape[0], 2) or spans.dtype != torch.int32:
         raise ValueError(f"row_scores: spans must be ({window.shape[0]}, 2) int32, got {[*spans.shape]} {spans.dtype}")
-    if scores.shape != k_cache.shape[:1] or scores.dtype != torch.float32:
-        raise ValueError(f"row_scores: scores must be ({k_cache.shape[0]},) fp32, got {[*scores.shape]} {scores.dtype}")
+    if scores.shape != k_cache.shape[:1] or scores.dtype != torch.float32 or not scores.is_contiguous():
+        raise ValueError(
+            f"row_scores: scores must be contiguous ({k_cache.shape[0]},) fp32, got {[*scores.shape]} {scores.dtype}"
+        )
 
 
 @torch.library.custom_op("dllm::row_scores", mutates_args=("scores",))

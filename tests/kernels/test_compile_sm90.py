@@ -9,26 +9,20 @@ import torch
 pytest.importorskip("triton")
 
 from dllm_compile._compat import interprets_triton
-from dllm_compile.kernels import _launch
 from dllm_compile.kernels import head_confidence_triton as head
 from dllm_compile.kernels import row_attention_triton as attention
 
 from .cases import packed_heads, tiles_of
 from .interpreted import noise_kernel
-from .sm90 import SHARED_MEMORY_LIMIT, compile_kernel, pretend_h200
+from .sm90 import SHARED_MEMORY_LIMIT, compile_kernel
 
-pytestmark = pytest.mark.skipif(interprets_triton(), reason="kernels are interpreted in this process")
+pytestmark = [
+    pytest.mark.usefixtures("h200"),
+    pytest.mark.skipif(interprets_triton(), reason="kernels are interpreted in this process"),
+]
 
 BF16 = torch.bfloat16
 H200_PROCESSORS = 132
-
-
-@pytest.fixture(autouse=True)
-def h200(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(_launch, "has_tensor_descriptors", lambda device: True)
-    with pretend_h200():
-        yield
 
 
 def compile_attention(q, k, v, blocks, folder):
