@@ -23,7 +23,9 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a card or the remote code where there is none, with the reason."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
-    no_remote = pytest.mark.skip(reason=f"set {REMOTE_VARIABLE} to a folder with LLaDA's own modelling code")
+    no_remote = pytest.mark.skip(
+        reason=f"set {REMOTE_VARIABLE} to one or more folders (path[:path]) with LLaDA's own modelling code"
+    )
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
@@ -117,6 +119,21 @@ def small_fast() -> dllm_compile.OptimizedModel:
 
 
 @pytest.fixture(scope="session")
-def remote_path() -> Path:
-    """The folder with LLaDA's own modelling code (tests marked `remote`)."""
-    return Path(os.environ[REMOTE_VARIABLE])
+def remote_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let transformers copy the code it runs below the tests' folder and not into the user's cache.
+
+    Once for all tests: where that package of copies lies is fixed by the first import from it.
+    """
+    place = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", place)
+        yield
+
+
+@pytest.fixture(scope="session", params=os.environ.get(REMOTE_VARIABLE, "").split(os.pathsep), ids=os.path.basename)
+def remote_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, remote_modules: None) -> Path:
+    """A small random checkpoint around LLaDA's own modelling code; one for each folder that is given."""
+    from tests.remote import make_checkpoint
+
+    code = Path(request.param)
+    return make_checkpoint(code, tmp_path_factory.mktemp("remote") / code.name)

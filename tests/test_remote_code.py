@@ -13,6 +13,8 @@ import torch
 from dllm_compile.errors import CheckpointError, UnsupportedModelError
 from dllm_compile.remote_code import load_remote, make_loadable
 
+pytestmark = pytest.mark.usefixtures("remote_modules")
+
 # What trips transformers 5: the configuration passes nothing on, the model never calls `post_init`, its `tie_weights`
 # takes no arguments, and `forward` reads `config.use_cache`.
 CONFIGURATION = """
@@ -67,12 +69,6 @@ def folder(tmp_path: Path) -> Path:
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     save_file({"model.weight": weight}, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-@pytest.fixture(autouse=True)
-def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers copy the code below the test's folder and not into the user's cache."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
 def test_loads_and_runs(folder: Path):
