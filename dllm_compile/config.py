@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from ._config_checks import RULE_DEFAULTS, RULE_PARAMETER, check_belonging, check_integers, one_of, require
 from .errors import ConfigError, UnknownOptionError
 
 CommitRule = Literal["quota", "threshold", "factor", "frechet"]
 Remasking = Literal["low_confidence", "random"]
-EosRule = Literal["block", "first", "none"]
+EosRule = Literal["block", "first", "rightmost", "none"]
 LastRank = Literal["strict", "released"]
-Cache = Literal["none", "lacache"]
-
-# The value a rule takes when it is chosen by name only (sources: algorithms' released defaults).
-_RULE_DEFAULTS: dict[str, float] = {"threshold": 0.9, "factor": 1.0, "frechet_margin": 0.25}
-_RULE_PARAMETER: dict[str, str] = {"threshold": "threshold", "factor": "factor", "frechet": "frechet_margin"}
+Cache = Literal["none", "lacache", "prefix", "dual", "vicinity", "dkv", "flash"]
+Suffix = Literal["all", "dpad", "window"]
+ScoreLayers = Literal["upper", "all"]
 
 
 class _Replaceable:
@@ -73,19 +72,43 @@ class DecodingConfig(_Replaceable):
         cfg_scale: classifier-free guidance, z = z_u + (cfg_scale + 1)(z_c - z_u); 0 is off.
         remasking: "low_confidence", or "random" (quota rule only).
         eos: "block": a finished block that holds a stop id ends the answer; "first": the leftmost stop id of the
-            step in which one first appears ends it there; "none": every block is decoded.
+            step in which one first appears ends it there; "rightmost": the rightmost one of that step (Flash-dLLM's
+            released code); "none": everything is decoded. None: "block", and "first" with cache="flash", which has no
+            blocks.
         eos_token_id: stop ids; None takes the model's `eos_token_id`.
         logits_eos_inf: never propose the model's eos id.
         confidence_eos_eot_inf: stop ids are committed last (confidence 0).
         infill: allow mask tokens in prompts; they form a first block of their own.
         cache: "none" computes every row in every step; "lacache" keeps q, k, v and the attention state of rows outside
-            the block in the layers of `lacache_layers`.
+            the block in the layers of `lacache_layers`. The others keep keys and values of all rows and compute,
+            between refreshes at block starts: "prefix" the block and what follows it, "dual" the block (Fast-dLLM),
+            "vicinity" the block and its neighbours (dInfer), "dkv" the masks and the tokens of the step before
+            (dKV-Cache). "flash" (Flash-Cache) has no blocks (`block_length` is not read): it computes the leftmost
+            masks, of which the first `window_length` are candidates, and the decoded rows with the best score.
         lacache_layers: "first" is layer 0, which is exact; "wide" is the paper's set (0 and 3-17 of 32 layers, as a
             share of the depth), or layer numbers: approximate.
         lacache_interval: with layers beyond 0, compute everything anew every so many steps; None only at block starts;
             1 is exact.
+        refresh_interval: with "prefix", "dual" and "vicinity", compute every row anew every so many forwards, counted
+            from the last time; None only at block starts; 1 is exact.
+        prefix_look: with "vicinity", rows in front of the block.
+        after_look: with "vicinity", rows behind the block.
+        warmup_steps: with "vicinity", forwards over every row at the beginning of a sample.
+        cache_steps: with "dkv", compute every row anew every so many steps of a block; 1 is exact.
+        window_length: with "flash", candidates of a step.
+        lookahead: with "flash", masks behind the candidates that are computed as well.
+        track: with "flash", decoded rows that are computed as well, tokens of the step before always among them;
+            negative: every row, which is exact.
+        score_layers: with "flash", layers that add to the score: "upper" from the third on, or "all".
+        suffix: which masks behind the block are seen and computed: "all"; "dpad" drops more of them the farther they
+            are (DPad); "window" keeps the nearest. Drawn anew at each block.
+        suffix_window: with "dpad" and "window", masks behind it are dropped.
+        k_sigma: with "dpad", where the end of the window falls on the Gaussian.
+        scale: with "dpad", multiplies the probability of being kept.
+        slots: samples decoded at the same time, the others wait in a queue; None: all of them.
         seed: sample i uses seed + i, so results do not depend on what else is in the batch.
-        check_every: steps between two looks of the host at the done flags.
+        check_every: steps between two looks of the host at the done flags. A sample that enters a block which must be
+            begun by computing every row waits for the next look.
 
     Raises:
         ConfigError: a value outside its range or two options that contradict each other.
@@ -102,7 +125,7 @@ class DecodingConfig(_Replaceable):
     temperature: float = 0.0
     cfg_scale: float = 0.0
     remasking: Remasking = "low_confidence"
-    eos: EosRule = "block"
+    eos: EosRule | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
@@ -110,6 +133,20 @@ class DecodingConfig(_Replaceable):
     cache: Cache = "none"
     lacache_layers: Literal["first", "wide"] | tuple[int, ...] = "first"
     lacache_interval: int | None = None
+    refresh_interval: int | None = None
+    prefix_look: int = 0
+    after_look: int = 0
+    warmup_steps: int = 0
+    cache_steps: int = 8
+    window_length: int = 16
+    lookahead: int = 48
+    track: int = 64
+    score_layers: ScoreLayers = "upper"
+    suffix: Suffix = "all"
+    suffix_window: int = 256
+    k_sigma: float = 4.0
+    scale: float = 2.0
+    slots: int | None = None
     seed: int = 0
     check_every: int = 1
 
@@ -117,14 +154,15 @@ class DecodingConfig(_Replaceable):
         """Check ranges and contradictions; nothing is silently corrected."""
         for name in ("max_new_tokens", "block_length", "check_every"):
             value = getattr(self, name)
-            _require(isinstance(value, int) and value >= 1, f"{name} must be a positive integer, not {value!r}")
-        _require(self.temperature >= 0, f"temperature must be >= 0, not {self.temperature}")
-        _require(self.cfg_scale >= 0, f"cfg_scale must be >= 0, not {self.cfg_scale}")
-        _one_of("remasking", self.remasking, Remasking)
-        _one_of("eos", self.eos, EosRule)
-        _one_of("last_rank", self.last_rank, LastRank)
+            require(isinstance(value, int) and value >= 1, f"{name} must be a positive integer, not {value!r}")
+        require(self.temperature >= 0, f"temperature must be >= 0, not {self.temperature}")
+        require(self.cfg_scale >= 0, f"cfg_scale must be >= 0, not {self.cfg_scale}")
+        one_of("remasking", self.remasking, Remasking)
+        if self.eos is not None:
+            one_of("eos", self.eos, EosRule)
+        one_of("last_rank", self.last_rank, LastRank)
         if self.commit is not None:
-            _one_of("commit", self.commit, CommitRule)
+            one_of("commit", self.commit, CommitRule)
         if isinstance(self.eos_token_id, list):
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         self._check_rule()
@@ -132,9 +170,9 @@ class DecodingConfig(_Replaceable):
         self._check_cache()
 
     def _check_rule(self) -> None:
-        given = [name for name in _RULE_PARAMETER.values() if getattr(self, name) is not None]
-        _require(len(given) <= 1, f"{' and '.join(given)} are rules of their own: set one of them")
-        wanted = _RULE_PARAMETER.get(self.rule)
+        given = [name for name in RULE_PARAMETER.values() if getattr(self, name) is not None]
+        require(len(given) <= 1, f"{' and '.join(given)} are rules of their own: set one of them")
+        wanted = RULE_PARAMETER.get(self.rule)
         if given and given[0] != wanted:
             raise ConfigError(f"commit={self.commit!r} does not use {given[0]}: remove one of the two")
         if self.remasking == "random" and self.rule != "quota":
@@ -145,31 +183,41 @@ class DecodingConfig(_Replaceable):
         if self.rule != "quota" and self.steps is not None:
             raise ConfigError(f"steps is a quota; the {self.rule} rule runs until each block is done: remove steps")
         if self.rule == "frechet":
-            _require(self.rule_parameter >= 0, f"frechet_margin must be >= 0, not {self.rule_parameter}")
+            require(self.rule_parameter >= 0, f"frechet_margin must be >= 0, not {self.rule_parameter}")
         if self.rule == "factor":
-            _require(self.rule_parameter > 0, f"factor must be > 0, not {self.rule_parameter}")
+            require(self.rule_parameter > 0, f"factor must be > 0, not {self.rule_parameter}")
 
     def _check_steps(self) -> None:
         if self.steps is None:
             return
         blocks = self.number_of_blocks
-        _require(
+        require(
             isinstance(self.steps, int) and self.steps >= blocks and self.steps % blocks == 0,
             f"steps={self.steps!r} must be a multiple of the {blocks} blocks "
             f"(max_new_tokens={self.max_new_tokens}, block_length={self.block_length})",
         )
 
     def _check_cache(self) -> None:
-        _one_of("cache", self.cache, Cache)
-        layers, interval = self.lacache_layers, self.lacache_interval
-        if self.cache != "lacache" and (layers != "first" or interval is not None):
-            raise ConfigError(f"lacache_layers and lacache_interval belong to cache='lacache', not {self.cache!r}")
+        one_of("cache", self.cache, Cache)
+        one_of("suffix", self.suffix, Suffix)
+        one_of("score_layers", self.score_layers, ScoreLayers)
+        check_belonging(self)
+        check_integers(self)
+        layers = self.lacache_layers
         if not isinstance(layers, str):
             object.__setattr__(self, "lacache_layers", tuple(layers))
-            _require(len(layers) > 0 and min(layers) >= 0, f"lacache_layers={layers!r} must name layers from 0 on")
+            require(len(layers) > 0 and min(layers) >= 0, f"lacache_layers={layers!r} must name layers from 0 on")
         else:
-            _require(layers in ("first", "wide"), f"lacache_layers={layers!r}: choose 'first', 'wide' or layer numbers")
-        _require(interval is None or interval >= 1, f"lacache_interval must be at least 1, not {interval}")
+            require(layers in ("first", "wide"), f"lacache_layers={layers!r}: choose 'first', 'wide' or layer numbers")
+        require(self.k_sigma >= 0, f"k_sigma must be >= 0, not {self.k_sigma}")
+        require(self.scale > 0, f"scale must be > 0, not {self.scale}")
+        if self.cache == "flash" and self.eos == "block":
+            raise ConfigError("cache='flash' has no blocks, so eos='block' means nothing there: use 'first' or 'none'")
+        if self.cache == "flash" and self.suffix != "all":
+            raise ConfigError(
+                f"suffix={self.suffix!r} chooses masks once a block, and cache='flash' has no blocks; it computes only "
+                "the nearest masks anyway: use suffix='all'"
+            )
 
     @property
     def rule(self) -> CommitRule:
@@ -185,26 +233,30 @@ class DecodingConfig(_Replaceable):
     @property
     def rule_parameter(self) -> float:
         """The parameter of the rule in force; not defined for the quota rule (raises KeyError)."""
-        name = _RULE_PARAMETER[self.rule]
+        name = RULE_PARAMETER[self.rule]
         value = getattr(self, name)
-        return _RULE_DEFAULTS[name] if value is None else float(value)
+        return RULE_DEFAULTS[name] if value is None else float(value)
+
+    @property
+    def eos_rule(self) -> EosRule:
+        """The end-of-sequence rule in force."""
+        if self.eos is not None:
+            return self.eos
+        return "block" if self.has_blocks else "first"
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether blocks are decoded one after the other; else a window slides over the masks."""
+        return self.cache != "flash"
 
     @property
     def number_of_blocks(self) -> int:
-        """Blocks of the answer, the last one possibly shorter."""
+        """Blocks of the answer, the last one possibly shorter; 1 where there are no blocks."""
+        if not self.has_blocks:
+            return 1
         return -(-self.max_new_tokens // self.block_length)
 
     @property
     def steps_per_block(self) -> int | None:
         """S of the quota rule; None means one token a step."""
         return None if self.steps is None else self.steps // self.number_of_blocks
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _one_of(name: str, value: object, kind: Any) -> None:
-    allowed = get_args(kind)
-    _require(value in allowed, f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode loop: run steps on the device, look at the done flags now and then, drop finished samples."""
+"""The decode loop: steps on the device, a look at the flags now and then, waiting samples in place of finished ones."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..config import DecodingConfig
 from ..errors import DllmCompileError
-from .cache import cache_policy
+from .cache import Look, cache_policy
 from .facts import ModelFacts, stop_ids
 from .layout import Layout, Sample
 from .output import FinishedRow, GenerationOutput, build_output
 from .prompts import check_mask_token, check_prompts
 from .row_programs import RowPrograms
+from .slots import Slots
 from .state import CanvasState
 from .step import StepConstants, decode_step
 from .streamers import Streamer
+from .suffix import choose_rows, suffix_rule
 from .watch import Progress, StreamFeed
 
 
@@ -75,7 +79,7 @@ def decode(
 
 
 class _Loop:
-    """One call: what is still decoded, what has finished, and the counts."""
+    """One call: what is decoded now, what waits, what has finished, and the counts."""
 
     def __init__(
         self, programs: RowPrograms, facts: ModelFacts, prompts: Sequence[Tensor], config: DecodingConfig
@@ -84,14 +88,22 @@ class _Loop:
         self.mask_id = check_mask_token(facts)
         self.stops = stop_ids(facts, config.eos_token_id)
         self.constants = StepConstants.of(config, facts, programs.device)
-        self.cache = cache_policy(config, programs)
+        self.suffix = suffix_rule(config)
         self.samples = [Sample.plan(i, prompt, config, self.mask_id) for i, prompt in enumerate(prompts)]
-        self.layout = self._lay_out(self.samples)
-        self.cache.begin(self.layout)
-        self.state = CanvasState.begin(self.layout, self.layout.initial_tokens(self.mask_id))
+        self.slots = Slots.of(self.samples, config.slots)
+        self.cache = cache_policy(config, programs, self.slots.rows, self.mask_id)
+        self.waiting = deque(self.samples)
         self.finished: dict[int, FinishedRow] = {}
         self.forwards = 0
-        self.row_forwards = 0
+        first = [self.waiting.popleft() for _ in range(self.slots.free)]
+        self.layout = self._lay_out(first)
+        self.cache.begin(self.layout)
+        self.state = CanvasState.begin(self.layout, self.layout.initial_tokens(self.mask_id))
+
+    @property
+    def row_forwards(self) -> int:
+        """Rows computed."""
+        return self.cache.row_forwards
 
     def _lay_out(self, samples: Sequence[Sample]) -> Layout:
         return Layout.of(
@@ -100,51 +112,76 @@ class _Loop:
             tile_rows=self.programs.tile_rows,
             guided=self.constants.guidance is not None,
             device=self.programs.device,
+            bases=[self.slots.base(sample) for sample in samples],
         )
 
     def run(self, check_every: int, feed: StreamFeed | None, bar: Progress) -> None:
-        """Step until every sample has finished. Each step commits a token of each active sample, so it ends."""
-        budget = max(sample.masks for sample in self.samples)
-        while budget > 0:
-            for _ in range(check_every):
-                decode_step(self.cache, self.constants, self.layout, self.state)
+        """Step until every sample has finished. The first step after a look advances every sample, so it ends."""
+        look = Look.at_the_beginning(self.layout.samples)
+        while True:
+            self.cache.look(self.layout, self.state, self._with_suffix(look))
+            for i in range(check_every):
+                decode_step(self.cache, self.constants, self.layout, self.state, refreshing=i == 0)
                 self.forwards += self.constants.forwards_per_step
-                self.row_forwards += self.layout.forward_rows
-            budget -= check_every
-            if self._look(feed, bar):
+            done, seen = self._look()
+            if any(a == b for a, b in zip(look.masks, seen.masks, strict=True)):
+                raise DllmCompileError(
+                    "Decoding does not advance: the model proposed its own mask token, or its logits hold no finite "
+                    "number. Check the weights (NaN?) and mask_token_id"
+                )
+            bar.show(sum(seen.masks) + sum(sample.masks for sample in self.waiting))
+            if feed is not None:
+                feed.step(self.state.tokens[:-1].cpu(), seen.block[0], done=done[0])
+            look = self._replace(done, seen) if any(done) else seen
+            if not look.due:
                 return
-        raise DllmCompileError(
-            "Decoding does not advance: the model proposed its own mask token, or its logits hold no finite number. "
-            "Check the weights (NaN?) and mask_token_id"
-        )
 
-    def _look(self, feed: StreamFeed | None, bar: Progress) -> bool:
-        """Read the flags, take finished samples out; true when none is left."""
-        done: list[bool] = self.state.done.tolist()
-        if bar.enabled:
-            bar.show(int((self.state.tokens[: self.layout.rows] == self.mask_id).sum()))
-        if feed is not None:
-            feed.step(self.state.tokens[:-1].cpu(), int(self.state.block[0]), done=done[0])
-        if any(done):
-            self._harvest([i for i, flag in enumerate(done) if flag])
-            keep = [i for i, flag in enumerate(done) if not flag]
-            if not keep:
-                return True
-            # Tokens move, but a sample's own rows, positions and counts stay what they are.
-            self.state = self.state.select(self.layout, keep)
-            self.layout = self._lay_out([self.layout.samples[i] for i in keep])
-            self.cache.begin(self.layout)
-            # `plan` pads to the widest block that is left; block numbers are the samples' own and stay valid.
-        return False
+    def _with_suffix(self, look: Look) -> Look:
+        """Choose which masks exist in blocks that begin now."""
+        if self.suffix is None or not any(look.due):
+            return look
+        choose_rows(self.suffix, self.layout, self.state, self.mask_id)
+        return replace(look, kept=tuple(self.state.kept.tolist()))
+
+    def _look(self) -> tuple[list[bool], Look]:
+        """What the host reads between steps, all at once: the done flags, and what policies must know."""
+        state, layout = self.state, self.layout
+        flags = torch.stack((state.tokens[: layout.rows] == self.mask_id, state.fresh[: layout.rows]))
+        counts = flags.new_zeros((2, len(layout.samples)), dtype=torch.int64)
+        counts.scatter_add_(1, layout.sample_of_row.expand(2, -1), flags.long())
+        table = torch.cat((torch.stack((state.done.long(), state.due.long(), state.block, state.kept)), counts))
+        done, due, block, kept, masks, fresh = table.tolist()
+        look = Look(
+            block=tuple(block), due=tuple(map(bool, due)), kept=tuple(kept), masks=tuple(masks), fresh=tuple(fresh)
+        )
+        return list(map(bool, done)), look
+
+    def _replace(self, done: Sequence[bool], look: Look) -> Look:
+        """Take finished samples out and let others in; the look at what is decoded now."""
+        self._harvest([i for i, flag in enumerate(done) if flag])
+        keep = [i for i, flag in enumerate(done) if not flag]
+        joined = [self.waiting.popleft() for _ in range(min(self.slots.free, len(self.waiting)))]
+        look = look.of(keep) + Look.at_the_beginning(joined)
+        if look.due:
+            # Rows move, but a sample's positions, counts and cache rows stay what they are.
+            layout = self._lay_out([*(self.layout.samples[i] for i in keep), *joined])
+            self.state = self.state.carried(self.layout, keep, layout, layout.initial_tokens(self.mask_id))
+            self.layout = layout
+            self.cache.begin(layout, keep)
+        return look
 
     def _harvest(self, ended: Sequence[int]) -> None:
-        tokens, blocks, steps = self.state.tokens.cpu(), self.state.block.tolist(), self.state.steps.tolist()
+        state = self.state
+        tokens, blocks, steps, ends = state.tokens.cpu(), state.block.tolist(), state.steps.tolist(), state.end.tolist()
         for i in ended:
             sample, offset = self.layout.samples[i], self.layout.offsets[i]
-            last = int(sample.blocks[blocks[i]][-1]) + 1
+            last = sample.span(blocks[i])[1]
+            if not self.constants.fills_at_once:
+                last = min(last, ends[i])
             self.finished[sample.index] = FinishedRow(
                 tokens=tokens[offset : offset + sample.length].clone(),
                 prompt_length=len(sample.prompt),
                 decoded=last - len(sample.prompt),
                 forwards=steps[i] * self.constants.forwards_per_step,
             )
+            self.slots.release(sample)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """End-of-sequence rules: where an answer ends, decided on the device after each commit.
 
-A rule only moves the end of a sample. Masked positions behind the end are then filled with the eos id, and the
-sample is done when no masked position is left before it: a stop id decoded while earlier positions are still masked
-ends nothing by itself. Stop ids decoded inside the prompt (infilling) never end an answer.
+A rule only moves the end of a sample. Masked positions behind the end are filled with the eos id (at once where
+there are blocks, when the sample is done where a window slides), and the sample is done when no masked position is
+left before it: a stop id decoded while earlier positions are still masked ends nothing by itself. Stop ids decoded
+inside the prompt (infilling) never end an answer.
 """
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ def end_at_first(view: BlockView) -> Tensor:
     return torch.where(view.end == NO_END, leftmost, view.end)
 
 
+def end_at_rightmost(view: BlockView) -> Tensor:
+    """`eos="rightmost"`: the rightmost stop id of the step in which one first appears (Flash-dLLM's released code)."""
+    rightmost = torch.where(view.stop, view.positions, -1).amax(-1) + 1
+    return torch.where((view.end == NO_END) & (rightmost > 0), rightmost, view.end)
+
+
 def eos_rule(config: DecodingConfig) -> EosRule:
     """The rule in force under `config`."""
-    return {"block": end_after_block, "first": end_at_first, "none": end_never}[config.eos]
+    rules = {"block": end_after_block, "first": end_at_first, "rightmost": end_at_rightmost, "none": end_never}
+    return rules[config.eos_rule]

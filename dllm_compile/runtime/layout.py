@@ -20,7 +20,8 @@ class Sample:
         index: place of the prompt in the call.
         prompt: (P,) int64 on the CPU.
         length: canvas length N = P + G.
-        blocks: canvas positions of each block in decoding order, each (n,) int64 ascending.
+        blocks: canvas positions of each block in decoding order, each (n,) int64 ascending. Without blocks one that
+            holds every mask.
         infill: whether the first block is the one of the masks inside the prompt.
     """
 
@@ -35,6 +36,9 @@ class Sample:
         """Lay out the blocks of one sample: the prompt's masks (if any), then the answer from left to right."""
         start, length = len(prompt), len(prompt) + config.max_new_tokens
         holes = torch.nonzero(prompt == mask_token_id).flatten()
+        if not config.has_blocks:
+            masks = torch.cat((holes, torch.arange(start, length)))
+            return cls(index, prompt, length, (masks,), infill=len(holes) > 0)
         answer = torch.arange(start, length).split(config.block_length)
         infill = len(holes) > 0
         return cls(index, prompt, length, ((holes,) if infill else ()) + tuple(answer), infill)
@@ -43,6 +47,10 @@ class Sample:
     def masks(self) -> int:
         """Masked positions at the beginning."""
         return sum(len(block) for block in self.blocks)
+
+    def span(self, block: int) -> tuple[int, int]:
+        """First and end canvas position of a block; an infill block may have gaps between them."""
+        return int(self.blocks[block][0]), int(self.blocks[block][-1]) + 1
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class Layout:
         prompt_length: (S,) int64.
         n_blocks: (S,) int64.
         plan: (S, n, w) int64, rows of each block, padded with -1.
+        spans: (S, n, 2) int64, first and end canvas position of each block, padded with 0.
+        base: (S,) int64, first cache row of each sample; it stays the same while the sample is decoded.
         tiles: (n, 4) int32, as the forward takes them.
     """
 
@@ -81,6 +91,8 @@ class Layout:
     prompt_length: Tensor
     n_blocks: Tensor
     plan: Tensor
+    spans: Tensor
+    base: Tensor
     tiles: Tensor
     forward_positions: Tensor = field(repr=False)
 
@@ -93,8 +105,9 @@ class Layout:
         tile_rows: int | None,
         guided: bool,
         device: torch.device,
+        bases: Sequence[int] | None = None,
     ) -> Layout:
-        """Lay out `samples` in the given order."""
+        """Lay out `samples` in the given order; `bases` are their first cache rows, by default their own rows."""
         lengths = torch.tensor([sample.length for sample in samples])
         start = lengths.cumsum(0) - lengths
         offsets = tuple(start.tolist())
@@ -121,9 +134,16 @@ class Layout:
             prompt_length=torch.tensor([len(sample.prompt) for sample in samples], device=device),
             n_blocks=torch.tensor([len(sample.blocks) for sample in samples], device=device),
             plan=block_plan(samples, offsets).to(device),
+            spans=block_spans(samples).to(device),
+            base=torch.tensor(offsets if bases is None else list(bases), device=device),
             tiles=tiles.to(device),
             forward_positions=(torch.cat([positions, positions]) if guided else positions).to(device),
         )
+
+    def span_of(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        """First and end canvas position (S,) of block (S,) of each sample."""
+        span = self.spans.gather(1, block[:, None, None].expand(-1, 1, 2)).squeeze(1)
+        return span[:, 0], span[:, 1]
 
     @property
     def longest(self) -> int:
@@ -170,3 +190,12 @@ def block_plan(samples: Sequence[Sample], offsets: Sequence[int]) -> Tensor:
         for k, block in enumerate(sample.blocks):
             plan[i, k, : len(block)] = block + offset
     return plan
+
+
+def block_spans(samples: Sequence[Sample]) -> Tensor:
+    """(S, n, 2) int64: first and end canvas position of each block, padded with 0."""
+    spans = torch.zeros((len(samples), max(len(sample.blocks) for sample in samples), 2), dtype=torch.int64)
+    for i, sample in enumerate(samples):
+        for k in range(len(sample.blocks)):
+            spans[i, k] = torch.tensor(sample.span(k))
+    return spans

@@ -3,6 +3,10 @@
 
 Nothing here reads a value on the host, indexes with a boolean mask or looks at one sample after the other, so a step
 of a given layout has static shapes and can be captured in a CUDA graph. State is written in place.
+
+A cache policy may demand that a sample's next step computes all of its rows (`CanvasState.due`). Only the step after a
+look of the host does that (`refreshing`), since it has another size; until then such a sample waits: it commits nothing
+and none of its counters move, so that its tokens do not depend on how often the host looks.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ class StepConstants:
         stops_last: stop ids get confidence 0.
         commit: the commit rule.
         eos: the end-of-sequence rule.
+        fills_at_once: masks behind a known end are filled in that step, not only when the sample is done.
     """
 
     mask_token_id: int
@@ -56,6 +61,7 @@ class StepConstants:
     stops_last: bool
     commit: CommitRule
     eos: EosRule
+    fills_at_once: bool
 
     @classmethod
     def of(cls, config: DecodingConfig, facts: ModelFacts, device: torch.device) -> StepConstants:
@@ -84,6 +90,7 @@ class StepConstants:
             stops_last=config.confidence_eos_eot_inf,
             commit=commit_rule(config),
             eos=eos_rule(config),
+            fills_at_once=config.has_blocks,
         )
 
     @property
@@ -102,22 +109,47 @@ class _Block:
     tokens: Tensor
     masked: Tensor
 
+    def at(self, columns: Tensor) -> _Block:
+        """The given columns (S, m) of each sample."""
+        return _Block(**{name: value.gather(1, columns) for name, value in vars(self).items()})
 
-def decode_step(cache: CachePolicy, constants: StepConstants, layout: Layout, state: CanvasState) -> None:
-    """Make one step for every sample that is not done; samples that are done stay as they are."""
+
+def decode_step(
+    cache: CachePolicy, constants: StepConstants, layout: Layout, state: CanvasState, *, refreshing: bool = True
+) -> None:
+    """Make one step for every sample that is neither done nor waiting; the others stay as they are.
+
+    Args:
+        cache: computes the forward.
+        constants: what does not change.
+        layout: where the rows lie.
+        state: written in place.
+        refreshing: this step computes all rows of samples that are due, so that none of them waits.
+    """
+    active = ~state.done if refreshing else ~(state.done | state.due)
     block = _current_block(constants, layout, state)
-    seeds = _seeds(constants, layout, state, block)
-    token, confidence = cache.step(_inputs(constants, layout, state, block, seeds), layout, state)
-    token, confidence = token.view(block.rows.shape), confidence.view(block.rows.shape)
+    columns = cache.columns(block.masked)
+    asked = block if columns is None else block.at(columns)
+    seeds = _seeds(constants, layout, state, asked)
+    inputs = _inputs(constants, layout, state, asked, seeds)
+    token, confidence = cache.step(inputs, layout, state, refreshing=refreshing)
+    token, confidence = token.view(asked.rows.shape), confidence.view(asked.rows.shape)
     if seeds is not None and constants.remasking_stream is not None:
         confidence = counter_rng.uniform(seeds, constants.remasking_stream)
     if constants.stops_last:
         confidence = torch.where(_is_stop(constants, token), 0.0, confidence)
-    valid = block.masked & ~state.done[:, None]
+    valid = asked.masked & (asked.positions < state.end[:, None]) & active[:, None]
     take = constants.commit(confidence, valid, state.masks_at_start, state.step_in_block)
     # Whatever is not taken goes to the spare place behind the last row.
-    state.tokens.scatter_(0, torch.where(take, block.rows, layout.rows).flatten(), token.flatten())
-    _advance(constants, layout, state, block, torch.where(take, token, block.tokens), take)
+    places = torch.where(take, asked.rows, layout.rows).flatten()
+    state.tokens.scatter_(0, places, token.flatten())
+    if cache.tracks_commits:
+        fresh = torch.zeros_like(state.fresh).index_fill_(0, places, True)[: layout.rows]
+        kept = state.fresh[: layout.rows]
+        kept.copy_(torch.where(active[layout.sample_of_row], fresh, kept))
+    moves, ended = _advance(constants, layout, state, block, active)
+    state.age.copy_(torch.where(active, torch.where(state.due, 1, state.age + 1), state.age))
+    state.due.copy_(torch.where(active, cache.due(moves, ended, state), state.due))
 
 
 def _current_block(constants: StepConstants, layout: Layout, state: CanvasState) -> _Block:
@@ -165,10 +197,15 @@ def _is_stop(constants: StepConstants, token: Tensor) -> Tensor:
 
 
 def _advance(
-    constants: StepConstants, layout: Layout, state: CanvasState, block: _Block, tokens: Tensor, take: Tensor
-) -> None:
-    """Find the ends, fill what lies behind them, and move samples with a finished block on to the next."""
-    still_open = block.masked & ~take
+    constants: StepConstants, layout: Layout, state: CanvasState, block: _Block, active: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Find the ends, fill what lies behind them, and move samples with a finished block on to the next.
+
+    Returns:
+        Two (S,) bool: samples that enter a block, and those whose end became known.
+    """
+    tokens = state.tokens[block.rows]
+    still_open = block.masked & (tokens == constants.mask_token_id)
     answer = block.exists & (block.positions >= layout.prompt_length[:, None])
     view = BlockView(
         positions=block.positions,
@@ -177,15 +214,16 @@ def _advance(
         stop=answer & _is_stop(constants, tokens),
         end=state.end,
     )
-    end = constants.eos(view)
-    flat = state.tokens[: layout.rows]
-    behind = (flat == constants.mask_token_id) & (layout.positions >= end[layout.sample_of_row])
-    flat.copy_(torch.where(behind, constants.fill_id, flat))
-
-    active = ~state.done
+    end = torch.where(active, constants.eos(view), state.end)
     finished = active & ~(still_open & (block.positions < end[:, None])).any(-1)
     done = state.done | (finished & ((end != NO_END) | (state.block + 1 >= layout.n_blocks)))
-    moves = finished & ~done
+    flat = state.tokens[: layout.rows]
+    behind = (flat == constants.mask_token_id) & (layout.positions >= end[layout.sample_of_row])
+    if not constants.fills_at_once:
+        behind = behind & done[layout.sample_of_row]
+    flat.copy_(torch.where(behind, constants.fill_id, flat))
+
+    moves, ended = finished & ~done, end != state.end
     state.end.copy_(end)
     state.done.copy_(done)
     state.block.add_(moves)
@@ -193,3 +231,4 @@ def _advance(
     state.step_in_block.copy_(torch.where(moves, 0, state.step_in_block + active))
     next_masks = _current_block(constants, layout, state).masked.sum(-1)
     state.masks_at_start.copy_(torch.where(moves, next_masks, state.masks_at_start))
+    return moves, ended

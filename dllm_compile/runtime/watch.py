@@ -56,8 +56,9 @@ class StreamFeed:
         for k in range(self._block, finished):
             if k == 0 and self._sample.infill:
                 self._hand_prompt(tokens[: len(self._sample.prompt)].clone())
+            end = self._sample.span(k)[1]
+            if end <= self._put:
                 continue
-            end = int(self._sample.blocks[k][-1]) + 1
             text = tokens[self._put : end].clone()
             last = done and k == finished - 1
             self._streamer.put(cut_at_stop(text, self._stops, keep_stop=True) if last else text)

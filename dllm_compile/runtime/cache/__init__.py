@@ -1,42 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache policies, one a file: which part of a forward is computed anew in a step."""
+"""Cache policies, one a file, and the choice of one by configuration."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
-
 from ...config import DecodingConfig
-from ..layout import Layout
-from ..row_programs import RowPrograms, StepInputs
-from ..state import CanvasState
+from ..row_programs import RowPrograms
+from .base import CachePolicy, Look
+from .dkv import DelayedCache
+from .dual import DualCache, VicinityCache
+from .flash import FlashCache
 from .lacache import LaCache
-from .uncached import Uncached
+from .prefix import PrefixCache
+from .uncached import Uncached, UncachedPruned
 
-__all__ = ["CachePolicy", "cache_policy"]
+__all__ = ["CachePolicy", "Look", "cache_policy"]
 
 
-class CachePolicy(Protocol):
-    """How a step's forward is computed.
+def cache_policy(config: DecodingConfig, programs: RowPrograms, cache_rows: int, mask_token_id: int) -> CachePolicy:
+    """The policy a decoding configuration names.
 
-    Attributes:
-        looks_every_step: the policy reads a flag on the host in each step, to choose between two programs.
+    Args:
+        config: the configuration.
+        programs: computes the forwards.
+        cache_rows: rows of all samples that are decoded at the same time.
+        mask_token_id: id of a masked position.
+
+    Raises:
+        ConfigError: the configuration names layers the model does not have.
     """
-
-    looks_every_step: bool
-
-    def begin(self, layout: Layout) -> None:
-        """Start on a new layout: nothing computed before is valid any more."""
-        ...
-
-    def step(self, inputs: StepInputs, layout: Layout, state: CanvasState) -> tuple[Tensor, Tensor]:
-        """One forward: (token (W,) int64, confidence (W,) fp32) of the wanted rows."""
-        ...
-
-
-def cache_policy(config: DecodingConfig, programs: RowPrograms) -> CachePolicy:
-    """The policy a decoding configuration names."""
+    prunes, interval = config.suffix != "all", config.refresh_interval
     if config.cache == "lacache":
-        return LaCache(programs, config)
-    return Uncached(programs)
+        return LaCache(programs, config, cache_rows)
+    if config.cache == "prefix":
+        return PrefixCache(programs, cache_rows, prunes=prunes, interval=interval)
+    if config.cache == "dual":
+        return DualCache(programs, cache_rows, prunes=prunes, interval=interval)
+    if config.cache == "vicinity":
+        return VicinityCache(
+            programs,
+            cache_rows,
+            prunes=prunes,
+            interval=interval,
+            before=config.prefix_look,
+            behind=config.after_look,
+            warmup=config.warmup_steps,
+        )
+    if config.cache == "dkv":
+        return DelayedCache(programs, cache_rows, prunes=prunes, steps=config.cache_steps, mask_token_id=mask_token_id)
+    if config.cache == "flash":
+        return FlashCache(programs, cache_rows, config=config, mask_token_id=mask_token_id)
+    return UncachedPruned(programs) if prunes else Uncached(programs)

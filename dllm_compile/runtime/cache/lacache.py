@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,8 +15,10 @@ from ...errors import ConfigError
 from ..block_tiles import block_edges, block_rows, block_tile_table
 from ..layout import Layout
 from ..row_programs import LaCacheInputs, RowPrograms, StepInputs
+from ..rows import PickedRows, pick_rows, tiles_of
 from ..shape import ModelShape
 from ..state import CanvasState
+from .base import CachePolicy, Look
 
 
 def cached_layers(config: DecodingConfig, layers: int) -> tuple[int, ...]:
@@ -34,56 +38,174 @@ def cached_layers(config: DecodingConfig, layers: int) -> tuple[int, ...]:
     return tuple(sorted(set(chosen)))
 
 
-class LaCache:
+class LaCache(CachePolicy):
     """Exact for layer 0; with more layers a policy, refreshed every `lacache_interval` steps.
 
-    The state is allocated once a call, for the largest layout (the first one). It is filled anew when a sample enters a
-    block, when an answer's end is found inside one (which fills what lies behind it), and when samples leave: the
-    tokens outside the block may then be others.
+    The state of a sample is filled when it enters a block, when an answer's end is found inside one (which fills what
+    lies behind it), and at the interval: the tokens outside the block may then be others, or their inputs old. With
+    layer 0 alone any state that is filled while these tokens stand is right, so one sample that must be filled has
+    all of them filled, in one launch. With more layers the time of filling decides the result, which must not depend
+    on the other samples: those that must be filled and the others then go through launches of their own.
+
+    Args:
+        programs: computes the forwards.
+        config: which layers, and the interval.
+        rows: rows of the largest layout, without the unconditional half; None: those of the first one.
     """
 
-    looks_every_step = True
-
-    def __init__(self, programs: RowPrograms, config: DecodingConfig) -> None:
+    def __init__(self, programs: RowPrograms, config: DecodingConfig, rows: int | None = None) -> None:
         self._programs = programs
         self._layers = cached_layers(config, programs.shape.layers)
+        self._exact = self._layers == (0,)
         self._interval = config.lacache_interval
+        self._prunes = config.suffix != "all"
+        self._rows = rows
         self._buffers: dict[str, Tensor] = {}
-        self._key: Tensor | None = None
-        self._age = 0
+        # The state's rows are the kept rows of the canvas, sample by sample, then the same of the unconditional half.
+        self._counts: tuple[int, ...] = ()
+        self._starts: tuple[int, ...] = ()  # where each sample's state lies; -1: it has none
+        self._half = 0
+        self._due: tuple[bool, ...] = ()
+        self._computed = 0
         self.first_steps = 0
-
-    def begin(self, layout: Layout) -> None:
-        """Allocate the state for the largest layout, or take the front of it; the next step fills it."""
-        rows = layout.forward_rows
-        if not self._buffers or next(iter(self._buffers.values())).shape[0] < rows:
-            self._buffers = allocate(self._programs.shape, self._layers, rows, self._programs.device)
-        self._key = None
 
     @property
     def state_bytes(self) -> int:
         """Bytes allocated."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
-    def step(self, inputs: StepInputs, layout: Layout, state: CanvasState) -> tuple[Tensor, Tensor]:
-        """Fill the state, or use it."""
-        # What rows outside the block hold is a function of these two alone.
-        key = torch.stack((state.block, state.end))
-        fill = self._key is None or self._age == self._interval or not torch.equal(key, self._key)
-        if fill:
-            self._key, self._age = key, 0
-            self.first_steps += 1
-        self._age += 1
-        rows = block_rows(layout.plan, state.block)
-        edges = block_edges(rows)
-        table = block_tile_table(layout.start, layout.lengths, edges, self._programs.tile_rows, layout.longest)
-        rows = rows.flatten()
+    @property
+    def row_forwards(self) -> int:
+        """See `CachePolicy.row_forwards`."""
+        return self._computed
+
+    @property
+    def _always(self) -> bool:
+        return self._interval == 1
+
+    def begin(self, layout: Layout, kept: Sequence[int] = ()) -> None:
+        """Allocate the state at the first call. All of it counts as old until `look` tells otherwise."""
+        if not self._buffers:
+            rows = layout.forward_rows if self._rows is None else self._rows * (2 if layout.guided else 1)
+            self._buffers = allocate(self._programs.shape, self._layers, rows, self._programs.device)
+            self._half = layout.rows
+        self._starts = tuple(self._starts[i] for i in kept) + (-1,) * (len(layout.samples) - len(kept))
+        self._counts = tuple(sample.length for sample in layout.samples)
+        self._due = (True,) * len(layout.samples)
+
+    def look(self, layout: Layout, state: CanvasState, look: Look) -> None:
+        """Decide what is filled, and move the state of the other samples to where their rows are now."""
+        half, starts = sum(look.kept), _starts(look.kept)
+        moved = any(old not in (new, -1) for old, new in zip(self._starts, starts, strict=True))
+        moved = moved or (layout.guided and half != self._half)
+        fill_all = self._exact and (moved or any(look.due))
+        self._due = (True,) * len(look.due) if fill_all else look.due
+        if moved and not fill_all and not self._always:
+            self._move(look, layout.guided)
+        self._starts, self._counts, self._half = starts, look.kept, half
+
+    def _move(self, look: Look, guided: bool) -> None:
+        known = zip(self._starts, look.kept, look.due, strict=True)
+        parts = [torch.arange(count) + (0 if due else start) for start, count, due in known]
+        index = torch.cat(parts)
+        if guided:
+            index = torch.cat((index, index + self._half))
+        index = index.to(self._programs.device)
+        for buffer in self._buffers.values():
+            buffer[: len(index)] = buffer[index]
+
+    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
+        """At block starts, when masks behind an end were filled, and at the interval."""
+        if self._always:
+            return moves if self._prunes else torch.zeros_like(moves)
+        due = moves | ended
+        return due if self._interval is None else due | (state.age >= self._interval)
+
+    def step(
+        self, inputs: StepInputs, layout: Layout, state: CanvasState, *, refreshing: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Fill the state, or use it, or both where samples differ."""
+        self._computed += sum(self._counts) * (2 if layout.guided else 1)
+        due = self._due
+        if not (refreshing and any(due)):
+            return self._run(inputs, layout, state, fill=self._always)
+        self.first_steps += 1
+        self._due = (False,) * len(due)
+        if all(due) or self._always:
+            return self._run(inputs, layout, state, fill=True)
+        members = torch.tensor(due, device=self._programs.device)
+        filled = self._run(inputs, layout, state, fill=True, members=members, group=due)
+        used = self._run(inputs, layout, state, fill=False, members=~members, group=tuple(not one for one in due))
+        from_filled = members[layout.sample_of_row[inputs.wanted]]
+        return torch.where(from_filled, filled[0], used[0]), torch.where(from_filled, filled[1], used[1])
+
+    def _run(
+        self,
+        inputs: StepInputs,
+        layout: Layout,
+        state: CanvasState,
+        *,
+        fill: bool,
+        members: Tensor | None = None,
+        group: tuple[bool, ...] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One launch, over all samples or over a group of them."""
+        blocks = block_rows(layout.plan, state.block)
+        buffers: Mapping[str, Tensor] = self._buffers
+        if members is None and not self._prunes:
+            start, length, size = layout.start, layout.lengths, layout.rows
+            index = None
+        else:
+            chosen = state.keep if members is None else state.keep & members[layout.sample_of_row]
+            size = sum(self._counts[i] for i in range(len(self._counts)) if group is None or group[i])
+            picked = pick_rows(chosen, layout.sample_of_row, len(layout.samples), size)
+            # A sample that waits has entered a block of which rows may still be dropped: any row of its own will do.
+            blocks = torch.where(state.keep[blocks], blocks, layout.start[:, None])
+            inputs, blocks = self._reduced(inputs, picked, layout), picked.place[blocks]
+            start, length = picked.starts, picked.counts
+            index = None if members is None else self._index(picked, layout, state)
+        edges = block_edges(blocks)
+        rows = blocks.flatten()
+        if members is not None:
+            edges = torch.where(members[:, None], edges, start[:, None])
+            # Samples of the other group name a row that is computed anyway.
+            rows = torch.where(members[:, None], blocks, blocks[members.long().argmax(), 0]).flatten()
+        table = block_tile_table(start, length, edges, self._programs.tile_rows, max(self._counts))
         if layout.guided:
-            table = torch.cat((table, table + layout.rows))
-            rows = torch.cat((rows, rows + layout.rows))
-        buffers: Mapping[str, Tensor] = {n: buffer[: layout.forward_rows] for n, buffer in self._buffers.items()}
+            table = torch.cat((table, table + size))
+            rows = torch.cat((rows, rows + size))
+        total = size * (2 if layout.guided else 1)
+        buffers = {n: b[:total] if index is None else b[index] for n, b in buffers.items()}
         cache = LaCacheInputs(layers=self._layers, block_tiles=table, block_rows=None if fill else rows, state=buffers)
-        return self._programs.lacache_step(inputs, cache)
+        result = self._programs.lacache_step(inputs, cache)
+        if index is not None:
+            for name, part in buffers.items():
+                self._buffers[name][index] = part
+        return result
+
+    def _reduced(self, inputs: StepInputs, picked: PickedRows, layout: Layout) -> StepInputs:
+        tiles = tiles_of(picked, picked.starts, picked.starts + picked.counts, self._programs.tile_rows)
+        rows, size, wanted = picked.rows, len(picked.rows), picked.place[inputs.wanted]
+        if layout.guided:
+            rows, tiles = torch.cat((rows, rows + layout.rows)), torch.cat((tiles, tiles + size))
+        return dataclasses.replace(
+            inputs,
+            ids=inputs.ids[rows],
+            positions=inputs.positions[rows],
+            tiles=tiles,
+            wanted=wanted,
+            unconditional=wanted + size if layout.guided else None,
+        )
+
+    def _index(self, picked: PickedRows, layout: Layout, state: CanvasState) -> Tensor:
+        """Rows of the state of the picked rows."""
+        start = state.kept.cumsum(0) - state.kept
+        index = start[layout.sample_of_row[picked.rows]] + state.rank[picked.rows]
+        return torch.cat((index, index + self._half)) if layout.guided else index
+
+
+def _starts(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(counts, initial=0))[:-1]
 
 
 def allocate(shape: ModelShape, layers: tuple[int, ...], rows: int, device: torch.device) -> dict[str, Tensor]:

@@ -1,26 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No cache: every step computes every row."""
+"""No cache: every step computes every row, or every row that a suffix policy keeps."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import torch
 from torch import Tensor
 
 from ..layout import Layout
 from ..row_programs import RowPrograms, StepInputs
+from ..rows import pick_rows, tiles_of
 from ..state import CanvasState
+from .base import CachePolicy, Look
 
 
-class Uncached:
+class Uncached(CachePolicy):
     """The plain loop."""
-
-    looks_every_step = False
 
     def __init__(self, programs: RowPrograms) -> None:
         self._programs = programs
+        self._computed = 0
 
-    def begin(self, layout: Layout) -> None:
-        """Nothing to prepare."""
-
-    def step(self, inputs: StepInputs, layout: Layout, state: CanvasState) -> tuple[Tensor, Tensor]:
+    def step(
+        self, inputs: StepInputs, layout: Layout, state: CanvasState, *, refreshing: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """One forward over all rows."""
+        self._computed += layout.forward_rows
         return self._programs.step(inputs)
+
+    @property
+    def row_forwards(self) -> int:
+        """See `CachePolicy.row_forwards`."""
+        return self._computed
+
+
+class UncachedPruned(CachePolicy):
+    """The plain loop over the kept rows. A block waits for a look of the host, which learns how many they are."""
+
+    def __init__(self, programs: RowPrograms) -> None:
+        self._programs = programs
+        self._size = 0
+        self._computed = 0
+
+    def look(self, layout: Layout, state: CanvasState, look: Look) -> None:
+        """Count the rows of the next steps."""
+        self._size = sum(look.kept)
+
+    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
+        """At block starts."""
+        return moves
+
+    def step(
+        self, inputs: StepInputs, layout: Layout, state: CanvasState, *, refreshing: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """One forward over the kept rows, of waiting samples too."""
+        size = self._size
+        self._computed += size * (2 if layout.guided else 1)
+        picked = pick_rows(state.keep, layout.sample_of_row, len(layout.samples), size)
+        tiles = tiles_of(picked, picked.starts, picked.starts + picked.counts, self._programs.tile_rows)
+        rows, wanted = picked.rows, picked.place[inputs.wanted]
+        if layout.guided:
+            rows, tiles = torch.cat((rows, rows + layout.rows)), torch.cat((tiles, tiles + size))
+        reduced = dataclasses.replace(
+            inputs,
+            ids=inputs.ids[rows],
+            positions=inputs.positions[rows],
+            tiles=tiles,
+            wanted=wanted,
+            unconditional=wanted + size if layout.guided else None,
+        )
+        return self._programs.step(reduced)
+
+    @property
+    def row_forwards(self) -> int:
+        """See `CachePolicy.row_forwards`."""
+        return self._computed

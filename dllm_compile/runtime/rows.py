@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a flag on each row of the canvas to the rows of one forward and their tiles. Tensor operations only.
+
+How many rows are flagged is known on the device alone. The host gives a bound, which decides the shapes: what is left
+over is padding, which sees no key and whose results nobody reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PickedRows:
+    """The rows of one forward, those of a sample next to each other and in order of position.
+
+    Attributes:
+        rows: (n,) int64, canvas row of each row of the forward; padding names row 0.
+        real: (n,) bool, false for padding, which comes last.
+        place: (R,) int64, row of the forward of each canvas row; 0 for rows that are not in it.
+        counts: (S,) int64, rows of each sample.
+        starts: (S,) int64, first row of each sample in the forward.
+    """
+
+    rows: Tensor
+    real: Tensor
+    place: Tensor
+    counts: Tensor
+    starts: Tensor
+
+
+def pick_rows(chosen: Tensor, sample_of_row: Tensor, samples: int, size: int) -> PickedRows:
+    """Bring the chosen rows of the canvas together.
+
+    Args:
+        chosen: (R,) bool.
+        sample_of_row: (R,) int64, ascending.
+        samples: S.
+        size: n, at least as many as are chosen.
+    """
+    running = chosen.cumsum(0)
+    place = torch.where(chosen, running - 1, size)
+    canvas_rows = torch.arange(len(chosen), device=chosen.device)
+    rows = canvas_rows.new_zeros(size + 1).scatter_(0, place, canvas_rows)[:size]
+    counts = running.new_zeros(samples).scatter_add_(0, sample_of_row, chosen.long())
+    return PickedRows(
+        rows=rows,
+        real=torch.arange(size, device=chosen.device) < running[-1],
+        place=torch.where(chosen, place, 0),
+        counts=counts,
+        starts=counts.cumsum(0) - counts,
+    )
+
+
+def tiles_of(picked: PickedRows, key_begin: Tensor, key_end: Tensor, tile_rows: int | None) -> Tensor:
+    """(t, 4) int32 [q_begin, q_end, k_begin, k_end): the rows of a sample see the sample's keys, padding sees none.
+
+    Args:
+        picked: the rows of the forward.
+        key_begin: (S,) int64, first key row of each sample.
+        key_end: (S,) int64.
+        tile_rows: most query rows of a tile; None gives one tile a sample.
+
+    Returns:
+        t = n // tile_rows + S + 1 tiles, whatever the counts; those that are not needed have no rows.
+    """
+    size, samples = len(picked.rows), len(picked.counts)
+    step = max(size, 1) if tile_rows is None else tile_rows
+    begin = torch.cat((picked.starts, picked.counts.sum()[None]))
+    count = torch.cat((picked.counts, size - picked.counts.sum()[None]))
+    keys = torch.stack((torch.cat((key_begin, key_begin.new_zeros(1))), torch.cat((key_end, key_end.new_zeros(1)))), 1)
+    of_part = (count + step - 1).div(step, rounding_mode="floor")
+    last = of_part.cumsum(0)
+    tile = torch.arange(size // step + samples + 1, device=begin.device)
+    part = torch.searchsorted(last, tile, right=True)
+    exists = (part <= samples)[:, None]
+    part = part.clamp(max=samples)
+    first = begin[part] + (tile - (last - of_part)[part]) * step
+    end = torch.minimum(first + step, (begin + count)[part])
+    rows = torch.stack((first, end), 1)
+    return torch.cat((torch.where(exists, rows, size), torch.where(exists, keys[part], 0)), 1).to(torch.int32)
+
+
+def rank_in_sample(flags: Tensor, start: Tensor, sample_of_row: Tensor) -> Tensor:
+    """(R,) int64: how many rows of the same sample in front of each row have the flag.
+
+    Args:
+        flags: (R,) bool.
+        start: (S,) int64, first row of each sample.
+        sample_of_row: (R,) int64.
+    """
+    before = flags.cumsum(0) - flags.long()
+    return before - before[start][sample_of_row]
