@@ -115,7 +115,7 @@ def _table(table: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def write_graphs(directory: str | Path, snapshots: Sequence[tuple[str, GraphModule]]) -> list[Path]:
-    """Write each snapshot as a numbered Python file with shapes and module names; returns the files."""
+    """Write each snapshot as a numbered Python file with dtypes, shapes and strides; returns the files."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -37,7 +37,7 @@ def is_call(node: object, *targets: Any) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
 
 
-def is_biased_norm(node: object) -> bool:
+def is_biased_norm(node: Node) -> bool:
     """Whether `node` adds a parameter to a `dllm::rms_norm`."""
     if not is_call(node, aten.add.Tensor) or not is_call(node.args[0], torch.ops.dllm.rms_norm.default):
         return False

@@ -98,7 +98,7 @@ def test_the_certificate_finds_another_order_of_casts():
         apply(gm, NORMALIZE_NORM)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.integers(1, 3),
     st.sampled_from([8, 12, 40]),
