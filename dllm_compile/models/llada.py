@@ -165,6 +165,13 @@ class LLaDAModel(nn.Module):
             parts["ff_out"] = nn.Linear(config.d_model, config.embedding_rows, bias=config.include_bias)
         self.transformer = nn.ModuleDict(parts)
 
+    @property
+    def wte(self) -> nn.Embedding:
+        """The embedding."""
+        module = self.transformer["wte"]
+        assert isinstance(module, nn.Embedding)
+        return module
+
     def layers(self) -> Iterator[LLaDABlock]:
         """The layers in order, whether grouped or not."""
         for module in self.transformer.modules():
@@ -211,14 +218,13 @@ class LLaDAModel(nn.Module):
         if self.training and config.dropout > 0:
             raise UnsupportedModelError("dropout is not implemented: set the config's *_dropout to 0, or call eval()")
         mask = None if attention_mask is None else _visible(attention_mask, input_ids)
-        wte = self.transformer["wte"]
-        x = wte(input_ids)
+        x = self.wte(input_ids)
         if config.input_emb_norm:
             x = x * (config.d_model**0.5)
         for block in self.layers():
             x = block(x, mask)
         x = self.transformer["ln_f"](x)
-        logits = F.linear(x, wte.weight) if config.weight_tying else self.transformer["ff_out"](x)
+        logits = F.linear(x, self.wte.weight) if config.weight_tying else self.transformer["ff_out"](x)
         if config.scale_logits:
             logits = logits * (1 / math.sqrt(config.d_model))
         return MaskedLMOutput(logits=logits)
@@ -246,12 +252,12 @@ class LLaDAForMaskedDiffusion(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the parameters lie."""
-        return self.model.transformer["wte"].weight.device
+        return self.model.wte.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The parameters' dtype."""
-        return self.model.transformer["wte"].weight.dtype
+        return self.model.wte.weight.dtype
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> MaskedLMOutput:
         """See `LLaDAModel.forward`."""

@@ -119,9 +119,7 @@ class LLaDAConfig:
         if self.multi_query_attention is False and self.n_kv_heads == 1 and self.n_heads > 1:
             raise UnsupportedModelError("config field n_kv_heads=1 contradicts multi_query_attention=False")
         if self.kv_heads < 1 or self.n_heads % self.kv_heads:
-            raise UnsupportedModelError(
-                f"config field n_kv_heads={self.kv_heads} must divide n_heads={self.n_heads}"
-            )
+            raise UnsupportedModelError(f"config field n_kv_heads={self.kv_heads} must divide n_heads={self.n_heads}")
         if self.block_group_size < 1 or self.n_layers % self.block_group_size:
             raise UnsupportedModelError(
                 f"config field block_group_size={self.block_group_size} must divide n_layers={self.n_layers}"

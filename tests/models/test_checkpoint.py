@@ -32,7 +32,9 @@ def small(**changes: object) -> LLaDAForMaskedDiffusion:
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 40_000, 1])
-@pytest.mark.parametrize("changes", [{}, {"weight_tying": True, "n_kv_heads": 2}, {"n_layers": 4, "block_group_size": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"weight_tying": True, "n_kv_heads": 2}, {"n_layers": 4, "block_group_size": 2}]
+)
 def test_roundtrip(tmp_path: Path, shard_bytes: int, changes: dict[str, object]) -> None:
     model = small(**changes)
     model.save_pretrained(tmp_path, max_shard_bytes=shard_bytes)

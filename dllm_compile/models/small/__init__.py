@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 
 
-def load_small(
-    dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
-) -> LLaDAForMaskedDiffusion:
+def load_small(dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> LLaDAForMaskedDiffusion:
     """The bundled model in eval mode; fp32 unless another dtype is asked for (its file holds half precision)."""
     return LLaDAForMaskedDiffusion.from_pretrained(CHECKPOINT, dtype=dtype, device=device)
 

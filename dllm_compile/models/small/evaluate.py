@@ -6,16 +6,18 @@ Used by the training script on whatever device it has. It measures the model, no
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 
 from dllm_compile.models.small.families import grade
 from dllm_compile.models.small.problem import Problem, held_out
@@ -131,7 +133,7 @@ def report(
     """`measure` for several families (name to number of problems) and rules; prints what it finds.
 
     Returns:
-        The figures of each family, a rule an entry, and in the same order a string of 0 and 1 a problem: which were right.
+        The figures of each family, a rule an entry; in the same order, which problems were right, as 0s and 1s.
     """
     figures: dict[str, list[dict[str, Any]]] = {family: [] for family in sizes}
     details: dict[str, list[str]] = {family: [] for family in sizes}
@@ -145,3 +147,25 @@ def report(
             for i in [i for i, ok in enumerate(right) if not ok][:3]:
                 print(f"  {problems[i].prompt!r}\n    got  {texts[i]!r}\n    want {problems[i].answer!r}", flush=True)
     return figures, details
+
+
+def main() -> None:
+    """Measure a checkpoint folder: `python -m dllm_compile.models.small.evaluate [--checkpoint DIR] ...`."""
+    from dllm_compile.models.llada import LLaDAForMaskedDiffusion
+    from dllm_compile.models.small import CHECKPOINT
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
+    parser.add_argument("--arithmetic", type=int, default=500, help="number of problems")
+    parser.add_argument("--code", type=int, default=0)
+    parser.add_argument("--prose", type=int, default=0)
+    parser.add_argument("--thresholds", type=float, nargs="*", default=[0.9, 0.7], help="besides one token a step")
+    given = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = LLaDAForMaskedDiffusion.from_pretrained(given.checkpoint, dtype=torch.float32, device=device)
+    sizes = {family: getattr(given, family) for family in ("arithmetic", "code", "prose") if getattr(given, family)}
+    report(model, Tokenizer.from_file(str(given.checkpoint / "tokenizer.json")), sizes, (None, *given.thresholds))
+
+
+if __name__ == "__main__":
+    main()

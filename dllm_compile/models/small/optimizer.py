@@ -49,8 +49,8 @@ class MatrixMomentum(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Move every parameter once."""
         for group in self.param_groups:
-            members: list[nn.Parameter] = group["params"]
-            gradient = torch.stack([parameter.grad for parameter in members])  # type: ignore[misc]
+            members: list[Tensor] = group["params"]
+            gradient = torch.stack([parameter.grad for parameter in members if parameter.grad is not None])
             state = self.state[members[0]]
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(gradient)

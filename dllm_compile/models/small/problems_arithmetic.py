@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Word problems of three to six dependent steps, with distracting facts, and worked answers ending in `#### n`.
+"""Word problems of two to five dependent steps, with distracting facts, and worked answers ending in `#### n`.
 
 Training text is deliberately ambiguous in form: each step has several wordings, some with the result before its
 expression, and independent steps come in any order. Tokens are then often individually unsure but tied to each other,
@@ -20,10 +20,11 @@ ITEMS = (
     "pens", "apples", "stamps", "coins", "shells", "books", "cards", "beads",
     "tickets", "eggs", "nails", "bricks", "candles", "buttons", "marbles", "bottles",
 )  # fmt: skip
-MAX_TOTAL = 9999
-MAX_BOXES = 29
+MAX_TOTAL = 399
+MAX_BOXES = 9
+MAX_EACH = 12
 # Fewest and most steps on each side: training has easier problems too, the held-out ones are all worth asking.
-STEPS: dict[Split, tuple[int, int]] = {"train": (2, 6), "held_out": (3, 6)}
+STEPS: dict[Split, tuple[int, int]] = {"train": (1, 5), "held_out": (2, 5)}
 
 # Steps each operation takes: a product of its own comes before it is added or taken away.
 _STEPS = {"add": 1, "sub": 1, "boxes": 2, "bags": 2, "times": 1, "share": 1}
@@ -72,10 +73,11 @@ class _Step:
 def _template(rng: random.Random, split: Split) -> tuple[str, tuple[str, ...], tuple[str, ...]] | None:
     """Kind of question and the operations of one or two people; None if the steps are too few or too many."""
     kind = rng.choice(("one", "one", "sum", "diff"))
+    second: tuple[str, ...] = ()
     if kind == "one":
-        first, second = tuple(rng.choices(_OPS, k=rng.randint(2, 5))), ()
+        first, second = tuple(rng.choices(_OPS, k=rng.randint(1, 5))), ()
     else:
-        first, second = tuple(rng.choices(_OPS, k=rng.randint(1, 3))), tuple(rng.choices(_OPS, k=rng.randint(0, 2)))
+        first, second = tuple(rng.choices(_OPS, k=rng.randint(1, 2))), tuple(rng.choices(_OPS, k=rng.randint(0, 2)))
     steps = sum(_STEPS[op] for op in first + second) + (kind != "one")
     fewest, most = STEPS[split]
     return (kind, first, second) if fewest <= steps <= most else None
@@ -83,31 +85,31 @@ def _template(rng: random.Random, split: Split) -> tuple[str, tuple[str, ...], t
 
 def _chain(rng: random.Random, ops: tuple[str, ...]) -> tuple[int, list[tuple[int, ...]]] | None:
     """A start and the operands of `ops` such that every total is in 1 ... MAX_TOTAL, or None."""
-    start = total = rng.randint(12, 999)
+    start = total = rng.randint(5, 99)
     operands: list[tuple[int, ...]] = []
     for op in ops:
         if op == "add":
-            values: tuple[int, ...] = (rng.randint(12, 999),)
+            values: tuple[int, ...] = (rng.randint(3, 99),)
             total += values[0]
         elif op == "sub":
-            if total < 30:
+            if total < 8:
                 return None
-            values = (rng.randint(11, min(999, total - 5)),)
+            values = (rng.randint(3, min(99, total - 2)),)
             total -= values[0]
         elif op == "boxes":
-            values = (rng.randint(3, MAX_BOXES), rng.randint(11, 99))
+            values = (rng.randint(2, MAX_BOXES), rng.randint(3, MAX_EACH))
             total += values[0] * values[1]
         elif op == "bags":
-            if total < 60:
+            if total < 12:
                 return None
-            each = rng.randint(11, min(99, (total - 5) // 3))
-            values = (rng.randint(3, min(MAX_BOXES, (total - 5) // each)), each)
+            each = rng.randint(3, min(MAX_EACH, (total - 2) // 2))
+            values = (rng.randint(2, min(MAX_BOXES, (total - 2) // each)), each)
             total -= values[0] * values[1]
         elif op == "times":
-            values = (rng.randint(2, 9),)
+            values = (rng.randint(2, 4),)
             total *= values[0]
         else:
-            parts = [part for part in range(2, 10) if total % part == 0]
+            parts = [part for part in range(2, 6) if total % part == 0]
             if not parts:
                 return None
             values = (rng.choice(parts),)
@@ -203,9 +205,9 @@ def make(rng: random.Random, split: Split) -> Problem:
     sentences = _tell(rng, names[0], items, pair[0][0], first, pair[0][1])
     if pair[1] is not None:
         sentences += _tell(rng, names[1], items, pair[1][0], second, pair[1][1])
-    for _ in range(rng.choice((0, 1, 1, 2))):
+    for _ in range(rng.choice((0, 1, 1))):
         fact = rng.choice(_DISTRACT).format(
-            other=rng.choice(names[2:]), a=rng.randint(12, 999), b=rng.randint(8, 40), items=items, things=things
+            other=rng.choice(names[2:]), a=rng.randint(3, 99), b=rng.randint(8, 40), items=items, things=things
         )
         sentences.insert(rng.randint(0, len(sentences)), fact)
     sentences.append(rng.choice(_ASK[kind]).format(name=names[0], friend=names[1], items=items))

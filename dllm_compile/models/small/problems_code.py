@@ -31,12 +31,12 @@ _MAPS: dict[str, tuple[str, str, Callable[[int, int], int]]] = {
     "rest": ("the {filter} modulo {d}", "{v} % {d}", lambda v, d: v % d),
 }
 _FOLDS: dict[str, tuple[str, Callable[[list[int]], Any]]] = {
-    "sum": ("the sum of {map}", lambda values: sum(values)),
-    "count": ("how many values are left of {map}", lambda values: len(values)),
+    "sum": ("the sum of {map}", sum),
+    "count": ("how many values are left of {map}", len),
     "list": ("a list of {map}", lambda values: values),
     "max": ("the largest of {map}, or 0", lambda values: max(values, default=0)),
     "min": ("the smallest of {map}, or 0", lambda values: min(values, default=0)),
-    "sorted": ("{map} in order", lambda values: sorted(values)),
+    "sorted": ("{map} in order", sorted),
 }
 _ASK = (
     "Write a Python function {f}({a}) that returns {what} in the list {a}.",
@@ -92,13 +92,14 @@ def make(rng: random.Random, split: Split) -> Problem:
         body = _comprehension(fold, expression, condition, v, a)
     else:
         body = _loop(fold, expression, condition, v, a, rng.choice(("result", "out", "total")))
+
     # Half of the values are near multiples of c, so that every condition is met by some and missed by others.
-    lists = [
-        [rng.choice((rng.randint(0, 60), c * rng.randint(0, 3), c + rng.randint(-1, 1))) for _ in range(rng.randint(4, 9))]
-        for _ in range(3)
-    ]
+    def value() -> int:
+        return rng.choice((rng.randint(0, 60), c * rng.randint(0, 3), c + rng.randint(-1, 1)))
+
+    lists = [[value() for _ in range(rng.randint(4, 9))] for _ in range(3)]
     lists.append([])
-    tests = [(values, collect([change(value, d) for value in values if keep(value, c)])) for values in lists]
+    tests = [(values, collect([change(x, d) for x in values if keep(x, c)])) for values in lists]
     return Problem(
         prompt=rng.choice(_ASK).format(f=f, a=a, what=what),
         answer=f"def {f}({a}):\n{body}",

@@ -77,6 +77,6 @@ def make(rng: random.Random, split: Split) -> Problem:
 
 
 def grade(problem: Problem, text: str) -> bool:
-    """Whether every word the prompt asked for is in the story and it ends as a sentence."""
+    """Whether every word the prompt asked for is in the story, and it is three whole sentences."""
     words = set(re.findall(r"[A-Za-z]+|\d+", text))
-    return text.rstrip().endswith(".") and words.issuperset(problem.check["words"])
+    return text.rstrip().endswith(".") and text.count(".") >= 3 and words.issuperset(problem.check["words"])

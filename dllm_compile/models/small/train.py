@@ -2,8 +2,9 @@
 """Train the bundled small model: `python -m dllm_compile.models.small.train --out DIR --minutes 8`.
 
 LLaDA's objective on prompt-answer pairs: a fraction t ~ U(0, 1) of the answer's tokens is masked (the prompt never is),
-and the loss is the cross-entropy of the masked tokens divided by t. Answers are padded with end tokens to the end of
-the row, and those count. Writes a checkpoint folder with its tokenizer and `training.json`: settings and figures.
+and the loss is the cross-entropy of the masked tokens divided by t. A share of the rows is masked as decoding block by
+block meets them. Answers are padded with end tokens to the end of the row, and those count. Writes a checkpoint folder
+with its tokenizer and `training.json`: settings and figures.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from dllm_compile.models.llada import LLaDAConfig, LLaDAForMaskedDiffusion
 from dllm_compile.models.small.dataset import RowBuilder
 from dllm_compile.models.small.evaluate import report
+from dllm_compile.models.small.noise import noised
 from dllm_compile.models.small.optimizer import MatrixMomentum
 from dllm_compile.models.small.problem import training
 from dllm_compile.models.small.tokenizer import BOS_ID, EOS_ID, MASK_ID, save_tokenizer, train_tokenizer
@@ -46,7 +48,9 @@ class Settings:
     adam_learning_rate: float = 3e-3
     warmup_steps: int = 200
     weight_decay: float = 0.05
+    block_share: float = 0.5
     seed: int = 0
+    init: str = ""
     d_model: int = 256
     n_layers: int = 8
     n_heads: int = 4
@@ -103,29 +107,8 @@ def make_model(settings: Settings) -> LLaDAForMaskedDiffusion:
     model = LLaDAForMaskedDiffusion(config)
     model.model.reset_parameters(settings.seed)
     with torch.no_grad():
-        model.model.transformer["wte"].weight.mul_(8)  # of the size of what the layers add to the stream
+        model.model.wte.weight.mul_(8)  # of the size of what the layers add to the stream
     return model
-
-
-def noised(rows: Tensor, starts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Mask answers as LLaDA does.
-
-    Args:
-        rows: [B, T] int64 tokens.
-        starts: [B] where each answer begins.
-        generator: on the device of `rows`.
-
-    Returns:
-        The ids with masks, and each token's weight in the loss: 1/t where masked over all answer tokens, else 0.
-    """
-    batch, length = rows.shape
-    # Stratified: one t in each of `batch` equal intervals, so that every batch holds the whole range.
-    u = torch.rand(batch, generator=generator, device=rows.device)
-    t = ((torch.arange(batch, device=rows.device) + u) / batch * 0.999 + 0.001)[:, None]
-    answer = torch.arange(length, device=rows.device)[None] >= starts[:, None]
-    hidden = answer & (torch.rand(rows.shape, generator=generator, device=rows.device) < t)
-    weights = hidden / t / answer.sum()
-    return rows.masked_fill(hidden, MASK_ID), weights
 
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -186,7 +169,7 @@ def train(
         chosen = order[at : at + size]
         at += size
         targets = F.pad(rows[chosen].long(), (0, length - settings.row_length), value=EOS_ID)
-        ids, weights = noised(targets, starts[chosen].long(), generator)
+        ids, weights = noised(targets, starts[chosen].long(), generator, settings.block_share)
         progress = max(spent / (settings.minutes * 60), step / settings.max_steps)
         rate = min(1.0, (step + 1) / settings.warmup_steps) * max(0.01, 1 - progress)
         loss = loss_of(ids, targets, weights)
@@ -218,7 +201,8 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
     """Everything: tokenizer, data, training, checkpoint, figures; returns what `training.json` holds."""
     began = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(settings)
+    first = Path(settings.init) if settings.init else None
+    tokenizer = Tokenizer.from_file(str(first / "tokenizer.json")) if first else make_tokenizer(settings)
     save_tokenizer(tokenizer, out, settings.max_sequence_length)
     workers = settings.workers or os.cpu_count() or 1
     builder = RowBuilder(
@@ -227,9 +211,12 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
     # Compiling takes about as long as making the rows: both at once.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
-    model = make_model(settings).to(device)
+    if first:
+        model = LLaDAForMaskedDiffusion.from_pretrained(first, dtype=torch.float32, device=device)
+    else:
+        model = make_model(settings).to(device)
     loss_of = make_loss(model, settings)
-    print(f"compiled, {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"ready, {time.perf_counter() - began:.0f} s", flush=True)
     tokens, starts = builder.collect()
     print(
         f"{len(tokens)} rows, vocabulary {tokenizer.get_vocab_size()}, longest prompt {starts.max()}, "
@@ -243,10 +230,11 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
     model = LLaDAForMaskedDiffusion.from_pretrained(out, dtype=torch.float32, device=device)
     few = max(1, settings.eval_problems // 4)
     sizes = {"arithmetic": settings.eval_problems, "code": few, "prose": few}
-    held_out, details = report(model, tokenizer, sizes)
+    held_out, details = report(model, tokenizer, sizes) if settings.eval_problems else ({}, {})
     (out / "details.json").write_text(json.dumps(details) + "\n", encoding="utf-8")
     result = {
         "settings": asdict(settings),
+        "before": json.loads((first / "training.json").read_text(encoding="utf-8")) if first else None,
         "parameters": sum(p.numel() for p in model.parameters()),
         "rows": len(tokens),
         "masked_rows_seen": course["steps"] * settings.batch,
