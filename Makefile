@@ -16,6 +16,8 @@ TORCH     ?= torch==2.13.0
 TRITON    ?= $(if $(findstring 2.11,$(TORCH)),triton==3.6.0,$(if $(findstring 2.12,$(TORCH)),triton==3.7.0,triton==3.7.1))
 PIP_FLAGS ?=
 PYTEST_ARGS ?=
+# Tests run in this many processes; 1 for one after another in one process (a debugger, or a card they would share).
+WORKERS   ?= 2
 ARGS      ?=
 
 RUN  := $(VENV)/bin
@@ -35,7 +37,7 @@ demo: $(VENV)/.installed ## set up, then run the main job on the bundled model
 	@$(RUN)/python -m dllm_compile.cli demo $(ARGS)
 
 test: $(VENV)/.test ## set up with the test extras, then run the whole suite
-	@$(RUN)/python -m pytest $(PYTEST_ARGS)
+	@$(RUN)/python -m pytest $(if $(filter-out 0 1,$(WORKERS)),-n $(WORKERS) --dist worksteal) $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint ## ruff (rules and format) and mypy
 	$(RUN)/ruff check .
