@@ -8,6 +8,7 @@ compiled programs do; it runs in fp64, where a different order of summation chan
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -19,8 +20,11 @@ from dllm_compile.kernels import counter_rng
 from dllm_compile.runtime.engine import decode
 from dllm_compile.runtime.facts import ModelFacts, stop_ids
 from dllm_compile.runtime.output import GenerationOutput
-from dllm_compile.runtime.row_programs import StepInputs
+from dllm_compile.runtime.row_programs import CacheInputs, LaCacheInputs, StepInputs
+from dllm_compile.runtime.shape import ModelShape
+from tests.reference.cached_loop import CachedResult, CacheOptions, cached_decode
 from tests.reference.plain_loop import PlainOptions, PlainResult, plain_decode
+from tests.reference.stale_rows import RowModel
 
 VOCAB, MASK, EOS, EOT, PAD = 40, 39, 38, 37, 36
 FACTS = ModelFacts(vocab_size=VOCAB, max_sequence_length=96, mask_token_id=MASK, eos_token_id=(EOS,), pad_token_id=PAD)
@@ -31,9 +35,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class TinyModel:
     """Two layers, four heads on two key heads of eight; sharp enough that confidences spread over (0, 1)."""
 
-    heads, kv_heads, head_dim, layers = 4, 2, 8, 2
+    heads, head_dim = 4, 8
 
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, eos_bias: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        eos_bias: float = 0.0,
+        layers: int = 2,
+        kv_heads: int = 2,
+    ) -> None:
+        self.layers, self.kv_heads, self.dtype = layers, kv_heads, dtype
         generator = torch.Generator().manual_seed(seed)
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
 
@@ -155,6 +167,58 @@ class FlatPrograms(_Programs):
 
         return self.model.logits(self.model.hidden(inputs.ids, inputs.positions, attend))
 
+    @property
+    def shape(self) -> ModelShape:
+        model = self.model
+        width = model.heads * model.head_dim
+        return ModelShape(model.layers, model.heads, model.kv_heads, model.head_dim, width, model.dtype)
+
+
+class CachedPrograms(FlatPrograms):
+    """Given rows over caches: written first, then read, by the definition."""
+
+    def __init__(self, model: TinyModel, tile_rows: int | None = None) -> None:
+        super().__init__(model, tile_rows)
+        self.cache_calls: list[CacheInputs] = []
+
+    def cached_step(self, inputs: StepInputs, cache: CacheInputs) -> tuple[Tensor, Tensor]:
+        self.cache_calls.append(cache)
+        layer = 0
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal layer
+            keys, values = cache.caches[f"k_cache_{layer}"], cache.caches[f"v_cache_{layer}"]
+            keys[cache.cache_rows], values[cache.cache_rows] = k, v
+            if layer in cache.scored:
+                self._score(q, keys, cache)
+            out = torch.full_like(q, torch.nan)  # a row that no tile covers would show
+            for q_begin, q_end, k_begin, k_end in inputs.tiles.tolist():
+                assert self.tile_rows is None or q_end - q_begin <= self.tile_rows
+                out[q_begin:q_end] = attention(q[q_begin:q_end], keys[k_begin:k_end], values[k_begin:k_end])
+            layer += 1
+            return out
+
+        self._attend = attend
+        try:
+            return self.step(inputs)
+        finally:
+            self._attend = None
+
+    _attend: Attend | None = None
+
+    def all_logits(self, inputs: StepInputs) -> Tensor:
+        if self._attend is None:
+            return super().all_logits(inputs)
+        return self.model.logits(self.model.hidden(inputs.ids, inputs.positions, self._attend))
+
+    @staticmethod
+    def _score(q: Tensor, keys: Tensor, cache: CacheInputs) -> None:
+        for window, (begin, end) in zip(cache.window.tolist(), cache.spans.tolist(), strict=True):
+            rows = [row for row in window if row >= 0]
+            if rows:
+                key = keys[begin:end].repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
+                cache.scores[begin:end] += torch.einsum("qhd,khd->k", q[rows].double(), key.double()).float()
+
 
 class ScriptedPrograms:
     """Proposes a given token with a given confidence at each canvas position, whatever the canvas holds."""
@@ -170,6 +234,14 @@ class ScriptedPrograms:
         self.steps += 1
         at = inputs.positions[inputs.wanted]
         return self.tokens[at], self.confidence[at]
+
+    shape = ModelShape(3, 4, 2, 8, 32, torch.float32)
+
+    def cached_step(self, inputs: StepInputs, cache: CacheInputs) -> tuple[Tensor, Tensor]:
+        return self.step(inputs)
+
+    def lacache_step(self, inputs: StepInputs, cache: LaCacheInputs) -> tuple[Tensor, Tensor]:
+        return self.step(inputs)
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[Tensor]:
@@ -201,6 +273,38 @@ def options_of(config: DecodingConfig, facts: ModelFacts = FACTS) -> PlainOption
         confidence_eos_eot_inf=config.confidence_eos_eot_inf,
         seed=config.seed,
     )
+
+
+def cache_options_of(config: DecodingConfig) -> CacheOptions:
+    """The reference's options of a cache and suffix policy."""
+    return CacheOptions(**{field.name: getattr(config, field.name) for field in dataclasses.fields(CacheOptions)})
+
+
+def cached(
+    model: RowModel, prompts: list[Tensor], config: DecodingConfig, facts: ModelFacts = FACTS
+) -> list[CachedResult]:
+    """Each prompt by itself through the reference of its policy."""
+    options = options_of(config, facts)
+    if not config.has_blocks:
+        options = dataclasses.replace(options, block_length=config.max_new_tokens)
+    policy = cache_options_of(config)
+    return [cached_decode(model, prompt.tolist(), options, policy, i) for i, prompt in enumerate(prompts)]
+
+
+def assert_equals_cached(
+    programs: CachedPrograms, prompts: list[Tensor], config: DecodingConfig
+) -> tuple[GenerationOutput, list[CachedResult]]:
+    """Tokens, counts and computed rows of one call are those of the policy's reference, prompt by prompt."""
+    output = decode(programs, FACTS, prompts, config)
+    expected = cached(programs.model, prompts, config)
+    assert canvases(output, prompts, config) == [one.canvas for one in expected]
+    assert output.stats is not None
+    assert output.stats.forwards_per_row == tuple(one.forwards for one in expected)
+    assert output.stats.canvas_tokens == sum(one.decoded for one in expected)
+    if config.check_every == 1:
+        per_row = 2 if config.cfg_scale > 0 else 1
+        assert output.stats.row_forwards == per_row * sum(len(rows) for one in expected for rows in one.rows)
+    return output, expected
 
 
 def plain(model: TinyModel, prompts: list[Tensor], config: DecodingConfig) -> list[PlainResult]:

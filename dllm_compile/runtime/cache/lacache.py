@@ -66,6 +66,7 @@ class LaCache(CachePolicy):
         self._starts: tuple[int, ...] = ()  # where each sample's state lies; -1: it has none
         self._half = 0
         self._due: tuple[bool, ...] = ()
+        self._members = torch.zeros(0, dtype=torch.bool)
         self._computed = 0
         self.first_steps = 0
 
@@ -103,6 +104,7 @@ class LaCache(CachePolicy):
         if moved and not fill_all and not self._always:
             self._move(look, layout.guided)
         self._starts, self._counts, self._half = starts, look.kept, half
+        self._members = torch.tensor(self._due, device=self._programs.device)
 
     def _move(self, look: Look, guided: bool) -> None:
         known = zip(self._starts, look.kept, look.due, strict=True)
@@ -133,7 +135,7 @@ class LaCache(CachePolicy):
         self._due = (False,) * len(due)
         if all(due) or self._always:
             return self._run(inputs, layout, state, fill=True)
-        members = torch.tensor(due, device=self._programs.device)
+        members = self._members
         filled = self._run(inputs, layout, state, fill=True, members=members, group=due)
         used = self._run(inputs, layout, state, fill=False, members=~members, group=tuple(not one for one in due))
         from_filled = members[layout.sample_of_row[inputs.wanted]]
