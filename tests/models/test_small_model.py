@@ -50,7 +50,7 @@ def test_solves_some_word_problems(model: LLaDAForMaskedDiffusion) -> None:
     prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
     decoded = decode(model, prompts, 96, 32, 0.9)
     texts = tokenizer.batch_decode(decoded.tokens)
-    assert sum(map(grade, problems, texts)) >= 3, texts
+    assert sum(map(grade, problems, texts)) >= 6, texts
     assert max(decoded.forwards) < 96
 
 

@@ -45,7 +45,7 @@ def decode(
     Args:
         model: ids and attention mask to an output with `logits`.
         prompts: token ids of each prompt.
-        gen_length: canvas length in tokens, a multiple of `block_length`.
+        gen_length: canvas length in tokens, a multiple of `block_length`; training saw canvases from about 100 up.
         block_length: tokens a block.
         threshold: confidence above which positions are committed.
     """

@@ -75,7 +75,7 @@ def _template(rng: random.Random, split: Split) -> tuple[str, tuple[str, ...], t
     kind = rng.choice(("one", "one", "sum", "diff"))
     second: tuple[str, ...] = ()
     if kind == "one":
-        first, second = tuple(rng.choices(_OPS, k=rng.randint(1, 5))), ()
+        first = tuple(rng.choices(_OPS, k=rng.randint(1, 5)))
     else:
         first, second = tuple(rng.choices(_OPS, k=rng.randint(1, 2))), tuple(rng.choices(_OPS, k=rng.randint(0, 2)))
     steps = sum(_STEPS[op] for op in first + second) + (kind != "one")
