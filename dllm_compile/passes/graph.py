@@ -226,6 +226,9 @@ def same_value(left: Any, right: Any) -> bool:
         return all(statically_known_true(a == b) for a, b in pairs)
     if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
         return len(left) == len(right) and all(map(same_value, left, right))
+    if isinstance(left, int | torch.SymInt) and isinstance(right, int | torch.SymInt):
+        # A size that was found to be constant may be recorded as a symbol with one value.
+        return bool(statically_known_true(left == right))
     return type(left) is type(right)
 
 
