@@ -61,7 +61,7 @@ def assert_within_rounding(out, q, k, v, tiles):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_matches_the_definition(layout, heads, kv_heads, head_dim, dtype):
     q, k, v, tiles = inputs(layout, heads, kv_heads, head_dim, dtype)
-    assert k.stride(0) == (heads + 2 * kv_heads) * head_dim
+    assert len(k) == 1 or k.stride(0) == (heads + 2 * kv_heads) * head_dim  # a slice, where that means anything
     out = row_attention(q, k, v, tiles, 64)
     assert out.is_contiguous()
     assert out.dtype == dtype
