@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# Composite operators run their Python decomposition: torch 2.11's own C++ ones read sizes that are symbols here.
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
@@ -166,7 +169,7 @@ def replace(old: Node, new: Node) -> None:
 
 def _run_fake(gm: GraphModule, node: Node) -> Any:
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    with fake_mode_of(gm), torch.no_grad():
+    with fake_mode_of(gm), torch.no_grad(), enable_python_dispatcher():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -287,7 +290,7 @@ def record_values(gm: GraphModule, mode: FakeTensorMode, inputs: Iterable[Any]) 
     """Record `val` for every node by running the graph on fake `inputs`, one for each placeholder."""
     recorder = _Recorder(gm)
     recorder.mode = mode
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), enable_python_dispatcher():
         recorder.run(*inputs)
 
 
