@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache and suffix policies, written out: one prompt, Python lists, a set of rows for each forward.
 
-Follows the definitions of prefix, dual, vicinity, dKV (decode), Flash-Cache and DPad step by step. Noise, commit rules
-and filling are those of `plain_loop`. Nothing is imported from the package.
+Follows the definitions of LaCache, prefix, dual, vicinity, dKV (decode), Flash-Cache and DPad step by step. Noise,
+commit rules and filling are those of `plain_loop`. Nothing is imported from the package.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class CacheOptions:
     """What the policies read; names as in `DecodingConfig`."""
 
     cache: str = "none"
+    lacache_layers: tuple[int, ...] | str = "first"
+    lacache_interval: int | None = None
     refresh_interval: int | None = None
     prefix_look: int = 0
     after_look: int = 0
@@ -68,11 +70,25 @@ class _Canvas:
     def masked(self, positions: Sequence[int]) -> list[int]:
         return [i for i in positions if self.ids[i] == self.options.mask_id]
 
-    def forward(self, rows: Sequence[int], seen: Sequence[int], *, full: bool) -> dict[int, Tensor]:
-        logits = self.stale.forward(self.ids, rows, seen)
+    def forward(
+        self,
+        rows: Sequence[int],
+        seen: Sequence[int],
+        *,
+        full: bool,
+        reuse: tuple[list[int], tuple[int, ...]] | None = None,
+    ) -> dict[int, Tensor]:
+        """`reuse`: the block, and the layers in which LaCache reuses what lies outside of it."""
+
+        def run(stale: StaleCanvas, ids: list[int]) -> dict[int, Tensor]:
+            if reuse is not None:
+                return stale.forward_reusing(ids, seen, *reuse, fill=full)
+            return stale.forward(ids, rows, seen)
+
+        logits = run(self.stale, self.ids)
         if self.options.cfg_scale > 0:
             hidden = [self.options.mask_id if known else one for one, known in zip(self.ids, self.given, strict=True)]
-            other = self.blind.forward(hidden, rows, seen)
+            other = run(self.blind, hidden)
             scale = self.options.cfg_scale + 1
             logits = {i: other[i] + scale * (logits[i] - other[i]) for i in rows}
         self.result.forwards += 2 if self.options.cfg_scale > 0 else 1
@@ -126,8 +142,12 @@ def _by_blocks(
         last: list[int] = []
         while canvas.masked(block):
             full = must or _is_full(policy, i, steps, since)
-            rows = kept if full else [p for p in _query(canvas, block, policy, last) if p in kept]
-            logits = canvas.forward(rows, kept, full=full)
+            if policy.cache == "lacache":
+                layers = (0,) if policy.lacache_layers == "first" else tuple(policy.lacache_layers)
+                logits = canvas.forward(kept, kept, full=full, reuse=(block, layers))
+            else:
+                rows = kept if full else [p for p in _query(canvas, block, policy, last) if p in kept]
+                logits = canvas.forward(rows, kept, full=full)
             since = 1 if full else since + 1
             last = canvas.commit(logits, canvas.masked(block), seed, steps, masks_at_start, i)
             must = False
@@ -149,6 +169,8 @@ def _is_full(policy: CacheOptions, i: int, steps: int, since: int) -> bool:
     """Whether step i of a block, `since` forwards after the last full one, computes everything."""
     if policy.cache == "none":
         return True
+    if policy.cache == "lacache":
+        return policy.lacache_interval is not None and since >= policy.lacache_interval
     if policy.cache == "dkv":
         return i in (0, 1) or i % policy.cache_steps == 0
     if policy.cache == "vicinity" and steps < policy.warmup_steps:

@@ -39,6 +39,7 @@ class StaleCanvas:
         self.values: list[list[Tensor | None]] = [[None] * length for _ in range(model.layers)]
         self.queries: list[dict[int, Tensor]] = []
         self.seen: list[int] = []
+        self.kept: list[dict[int, tuple[Tensor, ...]]] = [{} for _ in range(model.layers)]
 
     def forward(self, canvas: Sequence[int], rows: Sequence[int], seen: Sequence[int]) -> dict[int, Tensor]:
         """Compute `rows`, which are written before they are read, over the positions `seen`; logits by position."""
@@ -58,6 +59,29 @@ class StaleCanvas:
         ids = torch.tensor([canvas[position] for position in rows])
         logits = self.model.logits(self.model.hidden(ids, torch.tensor(list(rows)), attend))
         return {position: logits[i] for i, position in enumerate(rows)}
+
+    def forward_reusing(
+        self, canvas: Sequence[int], seen: Sequence[int], block: Sequence[int], layers: Sequence[int], *, fill: bool
+    ) -> dict[int, Tensor]:
+        """LaCache, section 9.3: all rows; in `layers`, q, k and v outside the block are those of the last filling."""
+        layer = 0
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal layer
+            parts = [list(part) for part in (q, k, v)]
+            if layer in layers and fill:
+                self.kept[layer] = {position: (q[i], k[i], v[i]) for i, position in enumerate(seen)}
+            elif layer in layers:
+                for i, position in enumerate(seen):
+                    if position not in block:
+                        for part, old in zip(parts, self.kept[layer][position], strict=True):
+                            part[i] = old
+            layer += 1
+            return dense_attention(*(torch.stack(part) for part in parts))
+
+        ids = torch.tensor([canvas[position] for position in seen])
+        logits = self.model.logits(self.model.hidden(ids, torch.tensor(list(seen)), attend))
+        return {position: logits[i] for i, position in enumerate(seen)}
 
     def scores(self, window: Sequence[int], layers: Sequence[int]) -> dict[int, float]:
         """Sum over layers, window rows and heads of q . k for each seen position, in the last forward."""
