@@ -35,6 +35,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "threshold 0.7": {"threshold": 0.7},
     "factor 1.0": {"factor": 1.0},
     "Fréchet margin 0.25": {"frechet_margin": 0.25},
+    "threshold 0.9, prefix cache": {"threshold": 0.9, "cache": "prefix"},
+    "threshold 0.9, dual cache": {"threshold": 0.9, "cache": "dual"},
+    "threshold 0.9, Flash-Cache": {"threshold": 0.9, "cache": "flash"},
 }
 
 

@@ -308,7 +308,7 @@ def _encode(prompts: Prompts, tokenizer: Any) -> Any:
         return prompts
     if tokenizer is None:
         raise PromptError("the prompts are strings: pass tokenizer= as well, or token ids")
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return [tokenizer(text)["input_ids"] for text in texts]
 
 
 def _is_rectangular(gm: GraphModule) -> bool:

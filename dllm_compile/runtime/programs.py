@@ -140,12 +140,13 @@ class ModelPrograms:
     @torch.no_grad()
     def cached_step(self, inputs: StepInputs, cache: CacheInputs) -> tuple[Tensor, Tensor]:
         """See `RowPrograms.cached_step`."""
-        name, extra = "cached_step", {}
-        if cache.scored:
-            name += "_scored_" + _spans(cache.scored)
-            extra = {"window": cache.window, "spans": cache.spans, "scores": cache.scores}
+        name = "cached_step" + ("_scored_" + _spans(cache.scored) if cache.scored else "")
         program = self._step_program(name, (insert_kv_cache_pass(cache.scored),), inputs)
-        return program(**_given(inputs), **cache.caches, **extra, cache_rows=cache.cache_rows)  # type: ignore[no-any-return]
+        scoring = {"window": cache.window, "spans": cache.spans, "scores": cache.scores} if cache.scored else {}
+        extra = {given: value for given, value in scoring.items() if value is not None}
+        return program(  # type: ignore[no-any-return]
+            **_given(inputs), **cache.caches, **extra, cache_rows=cache.cache_rows
+        )
 
     def step_program(self, *, sampled: bool = False, guided: bool = False) -> Program:
         """The program of an uncached decoding step."""

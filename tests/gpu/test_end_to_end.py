@@ -37,6 +37,15 @@ def pair():
         {"cache": "lacache"},
         {"cache": "lacache", "block_length": 7, "threshold": 0.3},
         {"cache": "lacache", "lacache_layers": (0, 1), "lacache_interval": 1},
+        {"cache": "prefix", "block_length": 8},
+        {"cache": "dual", "block_length": 8, "threshold": 0.3},
+        {"cache": "vicinity", "block_length": 8, "prefix_look": 4, "after_look": 4},
+        {"cache": "dkv", "block_length": 8},
+        {"cache": "flash", "threshold": 0.3},
+        {"cache": "flash", "threshold": 0.3, "slots": 2},
+        {"cache": "flash", "track": -1, "threshold": 0.3},
+        {"cache": "dual", "suffix": "dpad", "block_length": 8, "suffix_window": 24},
+        {"cache": "lacache", "suffix": "window", "block_length": 8, "suffix_window": 12},
     ],
 )
 def test_tokens_equal_those_of_the_cpu(pair, options):

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Triton kernel once on small odd shapes, to be run under a memory checker.
+
+compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
+compute-sanitizer --tool racecheck python tests/gpu/sanitize.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dllm_compile import kernels as _kernels  # noqa: F401  (registers the operators)
+from dllm_compile.runtime.block_tiles import block_tile_table
+from dllm_compile.runtime.layout import tile_table
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+
+
+def main() -> None:
+    """Run each operator for two ragged samples; sizes are no multiples of any tile."""
+    ops = torch.ops.dllm
+    torch.manual_seed(0)
+    lengths = torch.tensor([77, 19])
+    rows = int(lengths.sum())
+    for dtype in (torch.bfloat16, torch.float32):
+
+        def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(shape, device="cuda").to(dtype)
+
+        packed = draw(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        q, k, v = (part.unflatten(1, (-1, HEAD_DIM)) for part in packed.split([256, 128, 128], dim=1))
+        ops.row_attention(q, k, v, tile_table(lengths, 64).cuda(), 64)
+
+        start = lengths.cumsum(0) - lengths
+        blocks = torch.tensor([[33, 48], [77, 80]])
+        tiles = block_tile_table(start, lengths, blocks, 64, 77).cuda()
+        state = [torch.zeros(rows, HEADS, device="cuda") for _ in range(2)]
+        state.append(torch.zeros(rows, HEADS, HEAD_DIM, device="cuda"))
+        ops.facache_first(q, k, v, *state, tiles, 64)
+        ops.facache_step(q, k, v, *state, tiles, 64)
+
+        angles = torch.rand(128, HEAD_DIM, device="cuda")
+        caches = [draw(rows + 1, KV_HEADS, HEAD_DIM) for _ in range(2)]
+        positions = torch.arange(rows, device="cuda")
+        rotated = ops.qkv_rope_cache_write(
+            packed, angles.cos(), angles.sin(), positions, positions, *caches, HEADS, KV_HEADS
+        )
+        window = torch.tensor([[0, 3, -1], [80, 81, 82]], device="cuda")
+        spans = torch.tensor([[0, 77], [77, 96]], dtype=torch.int32, device="cuda")
+        ops.row_scores(rotated, window, caches[0], spans, torch.zeros(rows + 1, device="cuda"))
+
+        x, weight = draw(13, 128), draw(1001, 128)
+        banned = torch.tensor([5], device="cuda")
+        seeds, temperature = torch.arange(13, device="cuda"), torch.tensor(0.7, device="cuda")
+        ops.head_confidence(x, weight, 1.0, 7, banned, None, None)
+        ops.head_confidence(x, weight, 1.0, 7, banned, seeds, temperature)
+        torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
