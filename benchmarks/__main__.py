@@ -20,10 +20,11 @@ def main() -> None:
     for name, module in CASES.items():
         case = cases.add_parser(name, help=importlib.import_module(f".{module}", __package__).__doc__)
         case.add_argument("--json", type=Path, help="write the figures there")
+        case.add_argument("--commit", help="the commit that is measured, where the folder is no checkout")
         importlib.import_module(f".{module}", __package__).add_arguments(case)
     arguments = parser.parse_args()
     rows = importlib.import_module(f".{CASES[arguments.case]}", __package__).run(arguments)
-    result = {"case": arguments.case, "environment": environment(), "rows": rows}
+    result = {"case": arguments.case, "environment": environment(arguments.commit), "rows": rows}
     text = json.dumps(result, indent=1)
     if arguments.json:
         arguments.json.write_text(text + "\n", encoding="utf-8")

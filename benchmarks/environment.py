@@ -13,8 +13,8 @@ import transformers
 import dllm_compile
 
 
-def environment() -> dict[str, Any]:
-    """Card, versions and commit."""
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """Card, versions and commit (asked from git unless given)."""
     cuda = torch.cuda.is_available()
     try:
         import triton
@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "dllm_compile": dllm_compile.__version__,
-        "commit": _commit(),
+        "commit": commit or _commit(),
     }
 
 
