@@ -85,15 +85,13 @@ class StaleCanvas:
 
     def scores(self, window: Sequence[int], layers: Sequence[int]) -> dict[int, float]:
         """Sum over layers, window rows and heads of q . k for each seen position, in the last forward."""
-        total = dict.fromkeys(self.seen, 0.0)
+        total = torch.zeros(len(self.seen), dtype=torch.float64)
         for layer in layers:
-            for position in self.seen:
-                key = self.keys[layer][position]
-                for row in window:
-                    query = self.queries[layer][row]
-                    shared = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
-                    total[position] += float((query.double() * shared.double()).sum())
-        return total
+            query = torch.stack([self.queries[layer][row] for row in window]).double()
+            key = torch.stack([self.keys[layer][position] for position in self.seen]).double()
+            key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            total += torch.einsum("rhd,khd->rhk", query, key).sum((0, 1))
+        return dict(zip(self.seen, total.tolist(), strict=True))
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
