@@ -42,7 +42,16 @@ class RectangularPrograms:
 
     @torch.no_grad()
     def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """See `RowPrograms.step`."""
+        """See `RowPrograms.step`.
+
+        Raises:
+            ConfigError: rows of a sample were dropped, which this graph cannot do.
+        """
+        for begin, end in _spans(inputs.tiles):
+            if not torch.equal(inputs.positions[begin:end].cpu(), torch.arange(end - begin)):
+                raise ConfigError(
+                    "an attention of this model was left as it was, so no rows can be dropped: set suffix='all'"
+                )
         hidden = self._rows(inputs.ids, inputs.tiles)
         x = hidden[inputs.wanted]
         if inputs.unconditional is not None:
@@ -70,5 +79,9 @@ class RectangularPrograms:
         return torch.ops.dllm.head(self._rows(ids, tiles), self._weight, self._scale)
 
     def _rows(self, ids: Tensor, tiles: Tensor) -> Tensor:
-        spans = [tile[:2] for tile in tiles.tolist() if tile[0] < tile[1]]
-        return torch.cat([self._hidden(ids[None, begin:end])[0] for begin, end in spans])
+        return torch.cat([self._hidden(ids[None, begin:end])[0] for begin, end in _spans(tiles)])
+
+
+def _spans(tiles: Tensor) -> list[list[int]]:
+    """First and end row of each sample."""
+    return [tile[:2] for tile in tiles.tolist() if tile[0] < tile[1]]

@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 import dllm_compile
+from dllm_compile.capture import capture
 from dllm_compile.config import DecodingConfig
+from dllm_compile.errors import ConfigError
+from dllm_compile.passes import run_passes
+from dllm_compile.passes.normalize_head import NORMALIZE_HEAD
+from dllm_compile.runtime.cache import cache_policy
+from dllm_compile.runtime.engine import decode
+from dllm_compile.runtime.facts import ModelFacts
+from dllm_compile.runtime.rectangular import RectangularPrograms
 from dllm_compile.runtime.row_programs import CacheInputs, StepInputs
 from tests.conftest import tiny_model
 from tests.reference.llada_rows import LladaRows
@@ -18,10 +28,8 @@ from .tiny import cached, prompts_of
 
 RULES = {
     "threshold": {"threshold": 0.2},
-    "quota": {},
     "factor": {"factor": 1.5},
-    "sampled": {"threshold": 0.15, "temperature": 0.7, "seed": 4},
-    "guided": {"threshold": 0.3, "cfg_scale": 0.6},
+    "guided, sampled": {"threshold": 0.2, "cfg_scale": 0.6, "temperature": 0.7, "seed": 4},
 }
 STOPS = tuple(range(0, 126, 7))
 
@@ -133,11 +141,59 @@ def test_a_write_changes_the_named_rows_only(fast, model):
 
 def test_cache_bytes(fast):
     """L * rows * 2 * H_kv * hd values and one spare row, for what is decoded at the same time."""
-    from dllm_compile.runtime.cache import cache_policy
-
     shape = fast.programs.shape
     for rows, guided in ((100, False), (64, True)):
         policy = cache_policy(DecodingConfig(cache="dual", cfg_scale=0.5 * guided), fast.programs, rows, 127)
         policy.caches(guided)
         values = shape.layers * (rows * (1 + guided) + 1) * 2 * shape.kv_heads * shape.head_dim
         assert policy.cache_bytes == 4 * values
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight_tying": True},
+        {"include_qkv_bias": True, "n_kv_heads": 4},
+        {"attention_layer_norm": True},
+        {"n_kv_heads": 1},
+    ],
+    ids=str,
+)
+def test_variants_of_the_model(changes):
+    """G9 and G2: other heads, biases and norms; one layer, where every policy must give the uncached tokens."""
+    fast = dllm_compile.optimize(tiny_model(seed=4, n_layers=1, **changes), compile=False)
+    prompts = prompts_of(4, 12, 7, 1, seed=5)
+    options = {"max_new_tokens": 20, "block_length": 8, "threshold": 0.2, "eos_token_id": STOPS}
+    plain = fast.generate(prompts, **options)
+    for policy in ("prefix", "dual every 2", "vicinity", "dkv every 3"):
+        assert torch.equal(fast.generate(prompts, **options, **POLICIES[policy]).sequences, plain.sequences), policy
+    sliding = {"cache": "flash", "window_length": 5, "lookahead": 4}
+    window = fast.generate(prompts, **options, **sliding, track=-1)
+    assert torch.equal(fast.generate(prompts, **options, **sliding, track=6).sequences, window.sequences)
+
+
+def test_threads_do_not_disturb_each_other(fast):
+    """G10: four policies at the same time over one model."""
+    prompts = prompts_of(4, 12, 7, 1, seed=5)
+    configs = [config_of(policy, "threshold") for policy in ("dual", "flash", "dkv", "dual, dpad")]
+    alone = [fast.generate(prompts, config).sequences for config in configs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            together = list(pool.map(lambda config: fast.generate(prompts, config).sequences, configs))
+            assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_fallback_has_no_caches(model):
+    """Where an attention was refused there are no row programs; caches and dropped rows are refused by name."""
+    captured = capture(model, 128, 128)
+    run_passes(captured.gm, (NORMALIZE_HEAD,), layers=captured.layers, strict=False)
+    programs = RectangularPrograms(captured.gm, mask_token_id=127, device=torch.device("cpu"))
+    facts = ModelFacts.from_config(model.config)
+    prompts = prompts_of(4, 7, seed=5)
+    options = {"max_new_tokens": 20, "block_length": 8}
+    for cache in ("lacache", "prefix", "dual", "vicinity", "dkv", "flash"):
+        with pytest.raises(ConfigError, match="cache='none'"):
+            decode(programs, facts, prompts, DecodingConfig(cache=cache, **options))
+    with pytest.raises(ConfigError, match="suffix='all'"):
+        decode(programs, facts, prompts, DecodingConfig(suffix="dpad", suffix_window=9, **options))
+    assert decode(programs, facts, prompts, DecodingConfig(**options)).stats.forwards == 20

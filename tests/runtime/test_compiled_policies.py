@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def both() -> list[dllm_compile.OptimizedModel]:
-    return [dllm_compile.optimize(tiny_model(seed=3, n_layers=3), compile=compile) for compile in (False, True)]
+    return [dllm_compile.optimize(tiny_model(seed=3, n_layers=3), compile=compiled) for compiled in (False, True)]
 
 
 @pytest.mark.parametrize("policy", ["dual", "dkv every 3", "flash", "dpad", "prefix, dpad"])

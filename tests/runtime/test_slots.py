@@ -85,3 +85,9 @@ def test_a_stall_of_one_sample_is_seen_while_others_advance():
     for options in ({}, POLICIES["dual"], {"check_every": 4}):
         with pytest.raises(DllmCompileError, match="does not advance"):
             decode(programs, FACTS, prompts, DecodingConfig(max_new_tokens=6, block_length=6, **options))
+
+
+def test_progress_counts_what_waits_too(model, capsys):
+    config = DecodingConfig(max_new_tokens=12, block_length=6, threshold=0.5, slots=2, cache="dual")
+    decode(CachedPrograms(model), FACTS, prompts_of(3, 5, 2, 7), config, progress=True)
+    assert "48/48" in capsys.readouterr().err

@@ -16,7 +16,8 @@ from dllm_compile.errors import ConfigError
 from dllm_compile.runtime.engine import decode
 from dllm_compile.runtime.streamers import CanvasStreamer, Streamer
 
-from .tiny import EOS, FACTS, MASK, DensePrograms, ScriptedPrograms, TinyModel, prompts_of
+from .policies import POLICIES
+from .tiny import EOS, FACTS, MASK, CachedPrograms, DensePrograms, ScriptedPrograms, TinyModel, prompts_of
 
 
 class Letters:
@@ -244,3 +245,24 @@ def test_wide_characters_and_control_characters(size):
     streamer.put(torch.tensor([3, 3, 3, 4, 5]))
     streamer.end()
     assert terminal.lines == ["字字", "字 a", ""]
+
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_streaming_of_policies(policy):
+    """Told piece by piece, the answer is what comes out without a streamer, infilled prompts included."""
+    model = TinyModel(seed=2, eos_bias=3.0, layers=3)
+    for prompt in (prompts_of(5, seed=3)[0], torch.tensor([1, MASK, 3, MASK, 4])):
+        config = DecodingConfig(max_new_tokens=20, block_length=6, threshold=0.6, infill=True, **POLICIES[policy])
+        recorder = DraftRecorder()
+        silent = decode(CachedPrograms(model), FACTS, [prompt], config.replace(check_every=3))
+        shown = decode(CachedPrograms(model), FACTS, [prompt], config, streamer=recorder)
+        assert torch.equal(silent.sequences, shown.sequences)
+        puts = [value for kind, value in recorder.events if kind == "put"]
+        assert puts[0] == [shown.sequences[0, :5].tolist()]
+        told = list(itertools.chain(*puts[1:]))
+        assert told == shown.sequences[0, 5 : 5 + len(told)].tolist()
+        assert told[: len(shown.answers[0])] == shown.answers[0].tolist()
+        assert len(told) <= len(shown.answers[0]) + 1 or EOS in told

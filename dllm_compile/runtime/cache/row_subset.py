@@ -33,12 +33,16 @@ class RowSubset(CachePolicy):
         cache_rows: cache rows of all samples that are decoded at the same time.
         prunes: a suffix policy drops rows at each block, so that a block always begins with all rows.
         interval: compute all rows every so many forwards; None only when the policy demands it.
+
+    Raises:
+        ConfigError: the model has no row programs.
     """
 
     def __init__(
         self, programs: RowPrograms, cache_rows: int, *, prunes: bool = False, interval: int | None = None
     ) -> None:
         self._programs = programs
+        self._shape = programs.shape  # raises where the model has no row programs
         self._cache_rows = cache_rows
         self._prunes = prunes
         self._interval = interval
@@ -97,7 +101,7 @@ class RowSubset(CachePolicy):
             blind = torch.where(picked.real, cache_rows + self._cache_rows, self._spare(guided))
             cache_rows = torch.cat((cache_rows, blind))
             rows = torch.cat((rows, rows + layout.rows))
-            tiles = torch.cat((tiles, tiles + tiles.new_tensor([size, size, self._cache_rows, self._cache_rows])))
+            tiles = torch.cat((tiles, torch.cat((tiles[:, :2] + size, tiles[:, 2:] + self._cache_rows), dim=1)))
         wanted = picked.place[inputs.wanted]
         reduced = dataclasses.replace(
             inputs,
@@ -132,7 +136,7 @@ class RowSubset(CachePolicy):
     def caches(self, guided: bool) -> dict[str, Tensor]:
         """Keys and values of every layer, one spare row behind the last; allocated when first asked for."""
         if not self._caches:
-            self._caches = allocate(self._programs.shape, self._spare(guided) + 1, self._programs.device)
+            self._caches = allocate(self._shape, self._spare(guided) + 1, self._programs.device)
         return self._caches
 
     @property
