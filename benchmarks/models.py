@@ -48,4 +48,4 @@ def random_llada(shape: str, layers: int, device: str) -> LLaDAForMaskedDiffusio
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.02, generator=generator)
-    return model.eval()
+    return model.to(device).eval()

@@ -15,11 +15,10 @@ from torch.fx import GraphModule
 from transformers.modeling_outputs import MaskedLMOutput
 
 from ._compat import can_compile
-from .capture import Captured, capture, logits_of, refuse_unsupported
-from .certify import relative_deviation
+from .acceptance import accept_logits, is_rectangular
+from .capture import Captured, capture, refuse_unsupported
 from .config import CompileConfig, DecodingConfig
 from .errors import (
-    CertificateError,
     ConfigError,
     PaddingError,
     PromptError,
@@ -27,7 +26,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .passes import FUSE, INLINE_REFERENCES, NORMALIZE, OPTIONAL, PassResult, run_passes
-from .passes.graph import aten, find, lookup, share
+from .passes.graph import lookup, share
 from .passes.packing import packed, plans
 from .report import Report, program_report, write_graphs
 from .runtime.ambient import plain_mode
@@ -39,12 +38,10 @@ from .runtime.programs import ModelPrograms
 from .runtime.prompts import split_prompts
 from .runtime.rectangular import RectangularPrograms
 from .runtime.streamers import Streamer
+from .stages import Stages
 from .weights import WeightWatch
 
 Prompts = Tensor | Sequence[Sequence[int]] | Sequence[Tensor] | str | Sequence[str]
-
-# Largest difference of rewritten and original logits, relative to the largest logit: rounding in another order.
-_LOGITS_BOUND = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-12}
 
 
 def optimize(
@@ -83,7 +80,7 @@ def optimize(
     compiled, note = _decide_compile(config, next(model.parameters()).device)
     if note is not None and config.compile is None:
         warnings.warn(note, RuntimeWarning, stacklevel=2)
-    with torch.inference_mode(False), _Stages(progress) as stage:
+    with torch.inference_mode(False), Stages(progress) as stage:
         stage("capturing")
         start = time.perf_counter()
         captured = capture(model, facts.max_sequence_length or 4096, facts.vocab_size)
@@ -101,7 +98,7 @@ def optimize(
         stage("packing weights")
         with packed(captured.gm):
             stage("certifying")
-            error = _certify(captured, facts)
+            error = accept_logits(captured, facts)
             optimized = OptimizedModel(
                 model,
                 captured,
@@ -269,7 +266,7 @@ class OptimizedModel(nn.Module):
 
     def _make_programs(self, device: torch.device, compiled: bool) -> ModelPrograms | RectangularPrograms:
         captured, mask_token_id = self._captured, self.facts.mask_token_id
-        if _is_rectangular(captured.gm):
+        if is_rectangular(captured.gm):
             self._notes = ["an attention was left as it was, so samples are computed one by one, uncompiled: slow"]
             return RectangularPrograms(captured.gm, mask_token_id=mask_token_id, device=device)
         return ModelPrograms(
@@ -309,58 +306,3 @@ def _encode(prompts: Prompts, tokenizer: Any) -> Any:
     if tokenizer is None:
         raise PromptError("the prompts are strings: pass tokenizer= as well, or token ids")
     return [tokenizer(text)["input_ids"] for text in texts]
-
-
-def _is_rectangular(gm: GraphModule) -> bool:
-    """Whether an attention was refused and keeps the shape [B, T]."""
-    return bool(find(gm, aten.scaled_dot_product_attention.default))
-
-
-def _certify(captured: Captured, facts: ModelFacts) -> float:
-    """Compare rewritten and original logits on two random samples of different lengths."""
-    parameter = next(captured.source.parameters())
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([13, 6]).clamp(max=facts.max_sequence_length)
-    samples = [torch.randint(facts.vocab_size, (int(n),), generator=generator).to(parameter.device) for n in lengths]
-    device = parameter.device
-    programs: ModelPrograms | RectangularPrograms
-    if _is_rectangular(captured.gm):
-        programs = RectangularPrograms(captured.gm, mask_token_id=None, device=device)
-    else:
-        programs = ModelPrograms(captured.gm, layers=captured.layers, mask_token_id=None, device=device, compiled=False)
-    positions = torch.cat([torch.arange(len(sample), device=parameter.device) for sample in samples])
-    tiles = tile_table(lengths, programs.tile_rows).to(parameter.device)
-    with torch.no_grad():
-        actual = programs.forward(torch.cat(samples), positions, tiles)
-        expected = torch.cat([logits_of(captured.source(sample[None]))[0] for sample in samples])
-    error = relative_deviation(expected, actual)
-    if not error <= _LOGITS_BOUND[parameter.dtype]:
-        raise CertificateError(
-            f"the rewritten graph's logits differ from {type(captured.source).__name__}'s by {error:.1e} of the "
-            f"largest logit ({_LOGITS_BOUND[parameter.dtype]:.0e} allowed): please report this model"
-        )
-    return error
-
-
-class _Stages:
-    """A bar over the stages of `optimize`, or nothing."""
-
-    def __init__(self, enabled: bool) -> None:
-        self._bar: Any = None
-        if enabled:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=4, bar_format="{desc:<20}{bar} {elapsed}")
-
-    def __enter__(self) -> _Stages:
-        return self
-
-    def __call__(self, name: str) -> None:
-        """Enter the next stage."""
-        if self._bar is not None:
-            self._bar.set_description(name)
-            self._bar.update()
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

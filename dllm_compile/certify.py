@@ -8,6 +8,7 @@ parameters and compared with the operator that is to replace it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
-from .passes.graph import aten, attribute
+aten = torch.ops.aten
 
 # Sizes of the dynamic dimensions while a region is run: unequal, odd, and not one.
 BATCH, LENGTH = 2, 7
@@ -38,7 +39,7 @@ def evaluate(gm: GraphModule, outputs: Iterable[Node], known: Mapping[Node, Any]
             if node in values or node not in needed:
                 continue
             if node.op == "get_attr":
-                values[node] = attribute(gm, node)
+                values[node] = functools.reduce(getattr, str(node.target).split("."), gm)
             elif node.target is aten.sym_size.int:
                 values[node] = (BATCH, LENGTH)[node.args[1]]
             elif node.op == "call_function":

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dllm_compile
-from dllm_compile import api
+from dllm_compile import acceptance
 from dllm_compile.errors import (
     CertificateError,
     ConfigError,
@@ -160,9 +160,29 @@ def test_a_pass_that_falls_short_leaves_the_model_as_it_was():
 
 def test_the_last_certificate(monkeypatch):
     """A rewritten graph that computes something else is never handed out."""
-    monkeypatch.setattr(api, "_LOGITS_BOUND", {torch.float32: -1.0})
-    with pytest.raises(CertificateError, match=r"differ from LLaDAModel's by \d"):
-        dllm_compile.optimize(tiny_model(), compile=False)
+    real = acceptance.ModelPrograms.forward
+    for scale, refused in ((1 + 1e-3, True), (1 + 1e-7, False)):
+        wrong = lambda self, scale=scale, **rows: real(self, **rows) * scale  # noqa: E731
+        monkeypatch.setattr(acceptance.ModelPrograms, "forward", wrong)
+        if refused:
+            with pytest.raises(CertificateError, match=r"differ from LLaDAModel's by \d.* more than rounding explains"):
+                dllm_compile.optimize(tiny_model(), compile=False)
+        else:
+            dllm_compile.optimize(tiny_model(), compile=False)
+
+
+def test_rounding_noise_is_of_the_size_of_the_models_own_error():
+    """The noise that is held against a difference: near what fp32 itself is away from fp64, far below an error."""
+    model = tiny_model(d_model=256, n_heads=2, n_kv_heads=1)
+    fast = dllm_compile.optimize(model, compile=False)
+    ids = torch.randint(0, 60, (13,), generator=torch.Generator().manual_seed(0))
+    rows = {"ids": ids, "positions": torch.arange(13), "tiles": torch.tensor([[0, 13, 0, 13]], dtype=torch.int32)}
+    with torch.no_grad():
+        truth = tiny_model(d_model=256, n_heads=2, n_kv_heads=1).double()(ids[None]).logits[0]
+        noise = acceptance.rounding_noise(fast.programs.forward_program().gm, rows)
+        logits = fast.programs.forward(**rows)
+    own = ((logits.double() - truth).abs().max() / truth.abs().max()).item()
+    assert own / 10 < noise < own * 10
 
 
 # --- the user changes the weights -----------------------------------------------------------------------------------

@@ -112,15 +112,16 @@ def _match(gm: GraphModule, sdpa: Node) -> _Region | Reason:
     return _Region(output, q, k, v, int(q_value.shape[1]), int(width) // head_size, *tables)
 
 
-def _shared_table(gm: GraphModule, node: Node, path: str) -> Tensor | Reason:
+def _shared_table(gm: GraphModule, node: Node, path: str, device: torch.device) -> Tensor | Reason:
     """The model's one table of this kind as [T, hd] under `path`; a second, different table is refused."""
     source = attribute(gm, node)
     if hasattr(gm, path):
         table = lookup(gm, path)
-        if table.data_ptr() != source.data_ptr() and not torch.equal(table, source.flatten(0, -2)):
+        if table.data_ptr() != source.data_ptr() and not torch.equal(table, source.flatten(0, -2).to(device)):
             return Reason("this layer has rotary tables of its own")
         return table
-    table = source.detach().flatten(0, -2)
+    # A table made on the CPU follows a moved model in its first forward only, or never.
+    table = source.detach().flatten(0, -2).to(device)
     set_buffer(gm, path, table)
     return table
 
@@ -159,7 +160,8 @@ def apply(gm: GraphModule) -> Outcome:
         if isinstance(region, Reason):
             outcome.refuse(sdpa, region)
             continue
-        cos, sin = _shared_table(gm, region.cos, COS), _shared_table(gm, region.sin, SIN)
+        device = region.q.meta["val"].device
+        cos, sin = _shared_table(gm, region.cos, COS, device), _shared_table(gm, region.sin, SIN, device)
         if isinstance(cos, Reason) or isinstance(sin, Reason):
             outcome.refuse(sdpa, str(cos if isinstance(cos, Reason) else sin))
             continue

@@ -8,9 +8,15 @@ import torch
 
 import dllm_compile
 from dllm_compile import DecodingConfig
+from dllm_compile.acceptance import NOISE_FACTOR, rounding_noise
+from dllm_compile.certify import relative_deviation
+from dllm_compile.models import LLaDAForMaskedDiffusion
+from dllm_compile.passes import flatten_rows_pass, run_passes
+from dllm_compile.passes.graph import share
 from dllm_compile.passes.insert_kv_cache import cache_names
+from dllm_compile.runtime.layout import tile_table
 from dllm_compile.runtime.row_programs import CacheInputs, StepInputs
-from tests.conftest import tiny_model
+from tests.conftest import tiny_config, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -55,6 +61,13 @@ def test_tokens_equal_those_of_the_cpu(pair, options):
     assert expected.stats.forwards_per_row == actual.stats.forwards_per_row
 
 
+def uncompiled(fast):
+    """The forward program's graph, before references are inlined."""
+    gm = share(fast._captured.gm)
+    run_passes(gm, (flatten_rows_pass(fast.programs.tile_rows),), layers=fast._captured.layers)
+    return gm
+
+
 def test_forward_with_padding_equals_the_model(pair):
     _, fast = pair
     ids = torch.randint(0, 60, (3, 77), device="cuda")
@@ -65,12 +78,16 @@ def test_forward_with_padding_equals_the_model(pair):
         for row in range(3):
             kept = mask[row].bool()
             expected = fast.model(ids[row][kept][None]).logits[0]
-            torch.testing.assert_close(logits[row][kept], expected, rtol=1e-4, atol=1e-4)
+            # Two correct fp32 programs differ by the model's own rounding, which is measured, not guessed.
+            own = {"ids": ids[row][kept], "positions": torch.arange(len(expected), device="cuda")}
+            own["tiles"] = tile_table(torch.tensor([len(expected)]), fast.programs.tile_rows).cuda()
+            noise = rounding_noise(uncompiled(fast), own)
+            assert relative_deviation(expected, logits[row][kept]) <= max(1e-5, NOISE_FACTOR * noise)
 
 
 def test_cached_step_equals_a_dense_forward_and_writes_its_rows_only(pair):
     _, fast = pair
-    shape, n = fast.programs.shape, 150
+    shape, n = fast.programs.shape, 120
     caches = {
         name: torch.full((n + 10, shape.kv_heads, shape.head_dim), float("nan"), device="cuda")
         for name in cache_names(shape.layers)
@@ -86,7 +103,7 @@ def test_cached_step_equals_a_dense_forward_and_writes_its_rows_only(pair):
     logits[:, fast.facts.mask_token_id] = -torch.inf
     assert torch.equal(token, logits.argmax(-1))
     before = {name: cache.clone() for name, cache in caches.items()}
-    some = torch.tensor([3, 77, 140], device="cuda")
+    some = torch.tensor([3, 77, 110], device="cuda")
     ids[77] = 9
     tile = torch.tensor([[0, 3, 0, n]], dtype=torch.int32, device="cuda")
     wanted = torch.arange(3, device="cuda")
@@ -94,7 +111,7 @@ def test_cached_step_equals_a_dense_forward_and_writes_its_rows_only(pair):
     for name, cache in caches.items():
         same = (cache == before[name]) | (cache.isnan() & before[name].isnan())
         changed = (~same).flatten(1).any(1).nonzero().flatten().tolist()
-        assert set(changed) <= {3, 77, 140}, name
+        assert set(changed) <= {3, 77, 110}, name
 
 
 def test_a_step_reads_nothing_on_the_host_and_replays_from_a_graph(pair):
@@ -134,3 +151,12 @@ def test_bf16_is_reproducible_and_close_to_fp32():
     assert (first.float() - expected).norm() / expected.norm() < 0.05
     runs = [rough.generate(PROMPTS, max_new_tokens=32, threshold=0.5).sequences for _ in range(2)]
     assert torch.equal(*runs)
+
+
+def test_tables_left_on_the_cpu_are_moved():
+    """A model made under a CUDA device has rotary tables made on the CPU; its first forward moves copies only."""
+    with torch.device("cuda"):
+        model = LLaDAForMaskedDiffusion(tiny_config()).eval()
+    fast = dllm_compile.optimize(model, compile=False)
+    assert fast._captured.gm.rope_cos.device.type == "cuda"
+    fast.generate(PROMPTS[:2], max_new_tokens=8)

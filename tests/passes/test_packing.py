@@ -220,7 +220,7 @@ def test_failing_to_certify_leaves_the_model_as_it_was(monkeypatch, packed_befor
         raise CertificateError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(api, "_certify", fail)
+        patch.setattr(api, "accept_logits", fail)
         with pytest.raises(CertificateError, match="planted"):
             dllm_compile.optimize(model, compile=False)
     assert_untouched(model, before)
