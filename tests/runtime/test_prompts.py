@@ -105,7 +105,7 @@ def test_empty():
 @pytest.mark.parametrize(
     "bad",
     [
-        torch.rand(2, 3),
+        torch.tensor([[0.5, 0.25, 0.5]]),
         [[0.5, 1.0]],
         torch.ones(1, 2, dtype=torch.bool),
         "text",
