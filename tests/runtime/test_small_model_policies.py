@@ -25,6 +25,7 @@ PROBLEMS, ALONE = 200, 10
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_two_hundred_problems(small_model, small_fast, small_tokenizer, policy):
     """Token for token in fp32."""
