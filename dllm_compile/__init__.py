@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import errors, models
+    from . import errors, models, presets
     from .api import OptimizedModel, optimize
     from .config import CompileConfig, DecodingConfig
     from .remote_code import load_remote
@@ -30,6 +30,7 @@ __all__ = [
     "load_remote",
     "models",
     "optimize",
+    "presets",
 ]
 
 # Public name -> the module that defines it; None for a name that is a module itself.
@@ -42,6 +43,7 @@ _HOME: dict[str, str | None] = {
     "load_remote": ".remote_code",
     "models": None,
     "optimize": ".api",
+    "presets": None,
 }
 
 
