@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 aten = torch.ops.aten
 
-# Sizes of the dynamic dimensions while a region is run: unequal, odd, and not one.
+# Sizes of the dynamic dimensions while a region is run: unequal, and not one.
 BATCH, LENGTH = 2, 7
 
 

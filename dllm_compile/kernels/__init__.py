@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of the `dllm::` namespace, one a file: torch reference, registration, Triton kernel.
+"""Operators of the `dllm::` namespace, one a file: torch reference and registration; Triton kernels in `<op>_triton`.
 
 Importing this package registers each operator once; names are global in a process.
 """

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -314,9 +314,3 @@ def placeholders(gm: GraphModule) -> list[Node]:
 def output_node(gm: GraphModule) -> Node:
     """The output node."""
     return next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-
-
-def users_of(node: Node) -> Iterator[Node]:
-    """Users, in graph order."""
-    order = {other: i for i, other in enumerate(node.graph.nodes)}
-    return iter(sorted(node.users, key=order.__getitem__))

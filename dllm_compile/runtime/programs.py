@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -31,13 +30,14 @@ from ..passes import (
 from ..passes.graph import placeholders, share
 from .ambient import plain_mode
 from .block_tiles import block_tile_table
+from .padding import at_least_two
 from .row_programs import CacheInputs, LaCacheInputs, StepInputs
 from .shape import ModelShape
 
 # Query rows of a tile on CUDA: the height of the attention kernel's tile.
 CUDA_TILE_ROWS = 64
 
-# Sizes with which a program is compiled: different, odd and above one, so that no dimension is taken for a constant
+# Sizes with which a program is compiled: different and above one, so that no dimension is taken for a constant
 # or for another one. What is not named here has a row for each row of the step.
 _ROWS = 37
 _SIZES = {"tiles": 6, "wanted": 11, "unconditional": 11, "seeds": 11, "block_rows": 13, "banned": 3, "spans": 7}
@@ -66,7 +66,7 @@ class Program:
 
     def __call__(self, **inputs: Tensor) -> Any:
         """Run with inputs by name; sizes 0 and 1 are padded to 2, the smallest size a compiled program is made for."""
-        out = self.run(**{name: _at_least_two(name, value, inputs) for name, value in inputs.items()})
+        out = self.run(**at_least_two(inputs))
         rows = inputs.get("wanted", inputs["ids"]).shape[0]
         if rows > 1:
             return out
@@ -148,19 +148,13 @@ class ModelPrograms:
             **_given(inputs), **cache.caches, **extra, cache_rows=cache.cache_rows
         )
 
-    def step_program(self, *, sampled: bool = False, guided: bool = False) -> Program:
-        """The program of an uncached decoding step."""
-        return self._named("step", (), sampled, guided)
-
     def forward_program(self) -> Program:
         """The program with all rows' logits."""
         return self._get("forward", (self._flatten,))
 
     def _step_program(self, name: str, cache: tuple[GraphPass, ...], inputs: StepInputs) -> Program:
         """The program of a decoding step of the kind that `inputs` asks for."""
-        return self._named(name, cache, inputs.seeds is not None, inputs.unconditional is not None)
-
-    def _named(self, name: str, cache: tuple[GraphPass, ...], sampled: bool, guided: bool) -> Program:
+        sampled, guided = inputs.seeds is not None, inputs.unconditional is not None
         assert self._mask_token_id is not None, "callers check that the model states its mask id"
         end = head_passes(self._mask_token_id, sampled=sampled, guided=guided)
         return self._get(name + "_sampled" * sampled + "_guided" * guided, (self._flatten, *cache, *end))
@@ -240,16 +234,3 @@ def _example(name: str, recorded: Tensor, device: torch.device) -> Tensor:
         return torch.zeros((_CACHE_ROWS, *map(int, recorded.shape[1:])), dtype=recorded.dtype, device=device)
     sizes = (_SIZES.get(name, _ROWS), *map(int, recorded.shape[1:])) if recorded.dim() else ()
     return torch.zeros(sizes, dtype=recorded.dtype, device=device)
-
-
-def _at_least_two(name: str, value: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """Pad a leading dimension of 0 or 1 to 2 with entries that do nothing."""
-    if value.dim() == 0 or value.shape[0] > 1:
-        return value
-    if name == "tiles":
-        rows = inputs["ids"].shape[0]
-        # A single row gains a second one, which sees no key; otherwise the added tile has no rows.
-        return torch.cat((value, value.new_tensor([[rows, max(rows, 2), 0, 0]])))
-    if name == "banned":
-        return F.pad(value, (0, 2 - value.shape[0]), value=-1)
-    return value.repeat(2) if value.shape[0] else value.new_zeros(2)

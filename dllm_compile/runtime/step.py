@@ -134,11 +134,12 @@ def decode_step(
     inputs = _inputs(constants, layout, state, asked, seeds)
     token, confidence = cache.step(inputs, layout, state, refreshing=refreshing)
     token, confidence = token.view(asked.rows.shape), confidence.view(asked.rows.shape)
+    known = ~confidence.isnan()  # NaN: nothing was proposed, and the loop says that it does not advance
     if seeds is not None and constants.remasking_stream is not None:
         confidence = counter_rng.uniform(seeds, constants.remasking_stream)
     if constants.stops_last:
         confidence = torch.where(_is_stop(constants, token), 0.0, confidence)
-    valid = asked.masked & (asked.positions < state.end[:, None]) & active[:, None]
+    valid = asked.masked & known & (asked.positions < state.end[:, None]) & active[:, None]
     take = constants.commit(confidence, valid, state.masks_at_start, state.step_in_block)
     # Whatever is not taken goes to the spare place behind the last row.
     places = torch.where(take, asked.rows, layout.rows).flatten()

@@ -84,11 +84,6 @@ class Progress:
 
             self._bar = tqdm(total=total, unit="tok", desc="decoding", dynamic_ncols=True)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether there is a bar, so that counting is worth a look at the device."""
-        return self._bar is not None
-
     def show(self, masks_left: int) -> None:
         """Move the bar to what has been committed."""
         if self._bar is not None:

@@ -318,6 +318,13 @@ def test_a_model_that_proposes_masks_is_named_and_does_not_loop():
     assert programs.steps == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.5}, {"remasking": "random"}], ids=str)
+def test_logits_that_are_not_finite_are_named_and_not_committed(options):
+    programs = ScriptedPrograms([3] * 12, [float("nan")] * 12)
+    with pytest.raises(DllmCompileError, match="NaN"):
+        decode(programs, FACTS, prompts_of(4), DecodingConfig(max_new_tokens=8, block_length=4, **options))
+
+
 def test_progress_bar_counts_tokens(model, capsys):
     config = CONFIGS["threshold"]
     decode(DensePrograms(model), FACTS, prompts_of(4, 7), config, progress=True)

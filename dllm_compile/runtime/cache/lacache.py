@@ -68,7 +68,6 @@ class LaCache(CachePolicy):
         self._due: tuple[bool, ...] = ()
         self._members = torch.zeros(0, dtype=torch.bool)
         self._computed = 0
-        self.first_steps = 0
 
     @property
     def state_bytes(self) -> int:
@@ -131,7 +130,6 @@ class LaCache(CachePolicy):
         due = self._due
         if not (refreshing and any(due)):
             return self._run(inputs, layout, state, fill=self._always)
-        self.first_steps += 1
         self._due = (False,) * len(due)
         if all(due) or self._always:
             return self._run(inputs, layout, state, fill=True)
@@ -171,7 +169,8 @@ class LaCache(CachePolicy):
         if members is not None:
             edges = torch.where(members[:, None], edges, start[:, None])
             # Samples of the other group name a row that is computed anyway.
-            rows = torch.where(members[:, None], blocks, blocks[members.long().argmax(), 0]).flatten()
+            computed = blocks[:, 0].index_select(0, members.long().argmax(0, keepdim=True))
+            rows = torch.where(members[:, None], blocks, computed).flatten()
         table = block_tile_table(start, length, edges, self._programs.tile_rows, max(self._counts))
         if layout.guided:
             table = torch.cat((table, table + size))

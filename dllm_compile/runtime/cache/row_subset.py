@@ -17,6 +17,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from ...passes.insert_kv_cache import cache_names
 from ..layout import Layout, Sample
 from ..row_programs import CacheInputs, RowPrograms, StepInputs
 from ..rows import PickedRows, pick_rows, tiles_of
@@ -152,6 +153,5 @@ class RowSubset(CachePolicy):
 
 def allocate(shape: ModelShape, rows: int, device: torch.device) -> dict[str, Tensor]:
     """Zeroed caches: padding sees no key, but what nobody has written must still be finite."""
-    names = [f"{kind}_cache_{layer}" for layer in range(shape.layers) for kind in ("k", "v")]
     size = (rows, shape.kv_heads, shape.head_dim)
-    return {name: torch.zeros(size, dtype=shape.dtype, device=device) for name in names}
+    return {name: torch.zeros(size, dtype=shape.dtype, device=device) for name in cache_names(shape.layers)}
