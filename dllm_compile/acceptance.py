@@ -46,7 +46,7 @@ def accept_logits(captured: Captured, facts: ModelFacts) -> float:
     parameter = next(captured.source.parameters())
     device, dtype = parameter.device, parameter.dtype
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([13, 6]).clamp(max=facts.max_sequence_length)
+    lengths = torch.tensor([min(length, facts.max_sequence_length or length) for length in (13, 6)])
     samples = [torch.randint(facts.vocab_size, (int(n),), generator=generator).to(device) for n in lengths]
     programs: ModelPrograms | RectangularPrograms
     if is_rectangular(captured.gm):

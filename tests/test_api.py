@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -169,6 +170,12 @@ def test_the_last_certificate(monkeypatch):
                 dllm_compile.optimize(tiny_model(), compile=False)
         else:
             dllm_compile.optimize(tiny_model(), compile=False)
+
+
+def test_logits_are_compared_where_no_length_is_stated():
+    fast = dllm_compile.optimize(tiny_model(), compile=False)
+    facts = dataclasses.replace(fast.facts, max_sequence_length=None)
+    assert acceptance.accept_logits(fast._captured, facts) <= 1e-5
 
 
 def test_rounding_noise_is_of_the_size_of_the_models_own_error():
