@@ -106,13 +106,14 @@ class Letters:
 
 
 def test_strings(fast):
+    """Encoded as the tokenizer does by itself, special tokens included."""
     out = fast.generate(["abc", "z"], SHORT, tokenizer=Letters())
-    same = fast.generate([[0, 1, 2], [25]], SHORT)
+    same = fast.generate([[100, 0, 1, 2], [100, 25]], SHORT)
     assert torch.equal(out.sequences, same.sequences)
     assert out.texts == [" ".join(map(str, answer.tolist())) for answer in same.answers]
     assert same.texts is None
     assert torch.equal(
-        fast.generate("abc", SHORT, tokenizer=Letters()).sequences, fast.generate([[0, 1, 2]], SHORT).sequences
+        fast.generate("abc", SHORT, tokenizer=Letters()).sequences, fast.generate([[100, 0, 1, 2]], SHORT).sequences
     )
 
 

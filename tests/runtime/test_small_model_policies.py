@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundled model on 200 problems: every policy gives its reference's tokens, in batches of four and alone."""
+"""The bundled model on held-out problems (200 with `-m long`): caches against references, in fours and alone."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ POLICIES = {
 PROBLEMS, ALONE = 200, 10
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "count", [4, pytest.param(PROBLEMS, marks=[pytest.mark.long, pytest.mark.timeout(1800)])], ids="{} problems".format
+)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_two_hundred_problems(small_model, small_fast, small_tokenizer, policy):
+def test_problems(small_model, small_fast, small_tokenizer, policy, count):
     """Token for token in fp32."""
-    problems = held_out("arithmetic", PROBLEMS)
+    problems = held_out("arithmetic", count)
     prompts = [torch.tensor(small_tokenizer(problem.prompt)["input_ids"]) for problem in problems]
     config = DecodingConfig(max_new_tokens=48, block_length=16, **POLICIES[policy])
     model = LladaRows(small_model)
-    for first in range(0, PROBLEMS, 4):
+    for first in range(0, count, 4):
         batch = prompts[first : first + 4]
         with torch.no_grad():
             expected = cached(model, batch, config, small_fast.facts)
@@ -44,3 +45,24 @@ def test_two_hundred_problems(small_model, small_fast, small_tokenizer, policy):
         assert output.stats.forwards_per_row == tuple(one.forwards for one in expected)
         if first < ALONE:
             assert small_fast.generate(batch[0], config).sequences[0].tolist() == expected[0].canvas
+
+
+@pytest.mark.parametrize("block_length", [1, 8, 32, 48])
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.9}], ids=["quota", "threshold"])
+@pytest.mark.parametrize(
+    "count", [4, pytest.param(PROBLEMS, marks=[pytest.mark.long, pytest.mark.timeout(1800)])], ids="{} problems".format
+)
+def test_lacache_on_layer_zero_is_the_uncached_loop(small_fast, small_tokenizer, options, block_length, count):
+    """The first, middle and last block of an answer, ragged batches of four, and some alone: not a token differs."""
+    problems = held_out("arithmetic", count, seed=1)
+    prompts = [torch.tensor(small_tokenizer(problem.prompt)["input_ids"]) for problem in problems]
+    plain = DecodingConfig(max_new_tokens=56, block_length=block_length, **options)
+    cached_config = plain.replace(cache="lacache")
+    for first in range(0, count, 4):
+        batch = prompts[first : first + 4]
+        expected, output = (small_fast.generate(batch, config) for config in (plain, cached_config))
+        assert torch.equal(expected.sequences, output.sequences), f"problems {first} to {first + 3}"
+        assert expected.stats.forwards_per_row == output.stats.forwards_per_row
+        if first == 0:
+            alone = small_fast.generate(batch[:1], cached_config).sequences[0]
+            assert torch.equal(alone, expected.sequences[0, -len(alone) :])
