@@ -174,7 +174,8 @@ class OptimizedModel(nn.Module):
                 prompts of different lengths, or one or several strings together with `tokenizer`.
             config: how to decode; `DecodingConfig()` is LLaDA's plain loop, one token a step.
             attention_mask: (B, T), 1 for tokens and 0 for padding.
-            tokenizer: encodes strings as `tokenizer(text)` does, special tokens included, and fills `texts` of the output.
+            tokenizer: encodes strings as `tokenizer(text)` does, special tokens included, and fills `texts` of the
+                output.
             streamer: shown the canvas after each step (one prompt only).
             progress: show a bar over committed tokens.
             **options: fields of `DecodingConfig` that replace those of `config`, e.g. `max_new_tokens=256`.
