@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from .errors import (
 )
 from .passes import FUSE, INLINE_REFERENCES, NORMALIZE, OPTIONAL, PassResult, run_passes
 from .passes.graph import lookup, share
+from .passes.normalize_attention import COS
 from .passes.packing import packed, plans
 from .report import Report, program_report, write_graphs
 from .runtime.ambient import plain_mode
@@ -83,7 +85,7 @@ def optimize(
     with torch.inference_mode(False), Stages(progress) as stage:
         stage("capturing")
         start = time.perf_counter()
-        captured = capture(model, facts.max_sequence_length or 4096, facts.vocab_size)
+        captured = capture(model, facts.max_sequence_length, facts.vocab_size)
         seconds = time.perf_counter() - start
         snapshots = [("captured", share(captured.gm))]
 
@@ -95,6 +97,7 @@ def optimize(
         results = run_passes(
             captured.gm, (*NORMALIZE, *fuse), layers=captured.layers, strict=config.strict, observe=observe
         )
+        facts = _within_tables(facts, captured.gm)
         stage("packing weights")
         with packed(captured.gm):
             stage("certifying")
@@ -205,7 +208,7 @@ class OptimizedModel(nn.Module):
         """The model's own forward, computed by the rewritten graph over the real tokens only.
 
         Args:
-            input_ids: (B, T) int64.
+            input_ids: (B, T) integers inside the vocabulary.
             attention_mask: (B, T), 1 for tokens; each row's tokens must be contiguous. Padding is neither attended
                 nor computed.
 
@@ -213,11 +216,13 @@ class OptimizedModel(nn.Module):
             `.logits` (B, T, V); zero where the mask is zero.
 
         Raises:
+            PromptError: `input_ids` is no (B, T) tensor of token ids.
             PaddingError: shapes differ, or padding stands between tokens.
             PromptTooLongError: a row has more tokens than the model has positions.
             StaleWeightsError: parameters were replaced after `optimize`.
         """
         self._watch.check()
+        input_ids = _token_ids(input_ids, self.facts.vocab_size)
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if mask.shape != input_ids.shape:
             raise PaddingError(
@@ -298,6 +303,26 @@ def _facts(model: nn.Module) -> ModelFacts:
     if config is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no .config; optimize needs its vocabulary and mask id")
     return ModelFacts.from_config(config)
+
+
+def _token_ids(ids: Tensor, vocab_size: int) -> Tensor:
+    """`ids` as int64, or a `PromptError` that says what is wrong with them."""
+    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not ids.numel():
+        raise PromptError(f"input_ids must be a (B, T) tensor of token ids, not {tuple(ids.shape)} {ids.dtype}")
+    low, high = (int(value) for value in ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise PromptError(
+            f"input_ids hold {low if low < 0 else high}, outside the vocabulary of {vocab_size}: "
+            "use the tokenizer that belongs to the model"
+        )
+    return ids.long()
+
+
+def _within_tables(facts: ModelFacts, gm: GraphModule) -> ModelFacts:
+    """Facts whose length is not beyond the rotary tables: a position outside of them would be read from nowhere."""
+    rows = len(getattr(gm, COS)) if hasattr(gm, COS) else None
+    limits = [limit for limit in (facts.max_sequence_length, rows) if limit is not None]
+    return dataclasses.replace(facts, max_sequence_length=min(limits, default=None))
 
 
 def _encode(prompts: Prompts, tokenizer: Any) -> Any:

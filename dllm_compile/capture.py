@@ -42,12 +42,12 @@ class Captured:
     layers: int
 
 
-def capture(model: nn.Module, max_length: int, vocab_size: int) -> Captured:
+def capture(model: nn.Module, max_length: int | None, vocab_size: int) -> Captured:
     """Export `model` for any batch size and any length up to `max_length`.
 
     Args:
         model: a module whose forward takes `input_ids` and returns logits (a tensor, or an output with `.logits`).
-        max_length: longest sequence, usually the config's `max_sequence_length`.
+        max_length: longest sequence, usually the config's `max_sequence_length`; None leaves it to the model's tables.
         vocab_size: rows of the embedding table.
 
     Raises:
@@ -57,11 +57,11 @@ def capture(model: nn.Module, max_length: int, vocab_size: int) -> Captured:
         CaptureError: export failed, or the graph does not compute what the module does.
     """
     refuse_unsupported(model)
-    if max_length < 2:
+    if max_length is not None and max_length < 2:
         raise UnsupportedModelError(
             f"max_sequence_length={max_length} leaves nothing to attend to: it must be 2 or more"
         )
-    rows, columns = EXAMPLE_SHAPE[0], min(EXAMPLE_SHAPE[1], max_length)
+    rows, columns = EXAMPLE_SHAPE[0], min(EXAMPLE_SHAPE[1], max_length or EXAMPLE_SHAPE[1])
     ids = torch.arange(rows * columns, device=next(model.parameters()).device).reshape(rows, columns) % vocab_size
     with torch.no_grad():
         # Also moves rotary tables that follow the first forward and not `.to(device)`, which would be traced otherwise.
@@ -145,8 +145,9 @@ def _inner(model: nn.Module, ids: Tensor) -> tuple[nn.Module, str, Tensor]:
     return model, "", expected
 
 
-def _export(source: nn.Module, ids: Tensor, max_length: int) -> GraphModule:
-    dims = {0: Dim("batch", min=1, max=4096), 1: Dim("length", min=1, max=max_length)}
+def _export(source: nn.Module, ids: Tensor, max_length: int | None) -> GraphModule:
+    length = Dim.AUTO if max_length is None else Dim("length", min=1, max=max_length)
+    dims = {0: Dim("batch", min=1, max=4096), 1: length}
     try:
         with warnings.catch_warnings():
             # Deprecation notes of the exporter about its own tree specs: nothing a user can act on.

@@ -127,6 +127,19 @@ def _write_rows(args: tuple[Any, ...], _: Any, __: list[Table]) -> tuple[int, in
     return 0, 2 * _bytes(args[2])
 
 
+def _cache_write(args: tuple[Any, ...], result: Any, __: list[Table]) -> tuple[int, int]:
+    # Read: the projection, two rows of the rotary tables, two indices. Written: q, and a row of each cache.
+    qkv, cos, _, positions, rows = args[:5]
+    tables = 2 * len(rows) * cos.shape[1] * cos.element_size()
+    return 0, 2 * _bytes(qkv) + tables + _bytes(positions) + _bytes(rows)
+
+
+def _row_scores(args: tuple[Any, ...], _: Any, __: list[Table]) -> tuple[int, int]:
+    # Every cached key against one summed query for each key head.
+    window, keys, spans, scores = args[1:]
+    return 2 * prod(keys.shape), _bytes(keys) + _bytes(spans) + 2 * _bytes(scores) + _bytes(window)
+
+
 def pairs(operator: str, tiles: Table) -> int:
     """Scores an attention operator computes for the rows of a tile table: (query row, key row) pairs of one head."""
     count = 0
@@ -157,5 +170,7 @@ _SPECIAL: dict[str, _Cost] = {
     "embed_reference": _gather,
     "aten.index_select": _gather,
     "dllm.write_rows": _write_rows,
+    "dllm.qkv_rope_cache_write": _cache_write,
+    "dllm.row_scores": _row_scores,
     **{name: _attention(name) for name in ("dllm.row_attention", "dllm.facache_first", "dllm.facache_step")},
 }

@@ -318,3 +318,35 @@ def test_generate_needs_prompts(fast):
         fast.generate()
     with pytest.raises(PromptError, match="pass tokenizer="):
         fast.generate("a question")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.arange(5), "must be a"),
+        (torch.zeros(1, 4), "must be a"),
+        (torch.zeros(0, 4, dtype=torch.int64), "must be a"),
+        (torch.tensor([[1, 10_000]]), "outside the vocabulary"),
+        (torch.tensor([[1, -1]]), "outside the vocabulary"),
+    ],
+    ids=["one dimension", "floats", "empty", "beyond", "negative"],
+)
+def test_forward_says_what_is_wrong_with_ids(ids, message):
+    with pytest.raises(PromptError, match=message):
+        own_fast()(ids)
+
+
+def test_forward_takes_other_integers():
+    fast, ids = own_fast(), torch.arange(6)[None]
+    assert torch.equal(fast(ids.int()).logits, fast(ids).logits)
+
+
+def test_the_rotary_tables_bound_the_length():
+    """A configuration that states no length: positions beyond the tables would be read from nowhere."""
+    model = tiny_model()
+    rows = model.config.max_sequence_length
+    model.config = model.config.to_dict() | {"max_sequence_length": None}
+    fast = dllm_compile.optimize(model, compile=False)
+    assert fast.facts.max_sequence_length == rows
+    with pytest.raises(PromptTooLongError, match=str(rows)):
+        fast.generate([[3] * rows], max_new_tokens=1)

@@ -10,6 +10,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import dllm_compile
+from dllm_compile.costs import program_costs
 from dllm_compile.passes import run_passes
 from dllm_compile.passes.flatten_rows import WHOLE_SAMPLE, flatten_rows_pass
 from dllm_compile.passes.graph import find, share
@@ -178,6 +179,28 @@ def test_operators_of_the_program(disable, scored):
     assert (len(fused), len(plain)) == ((0, 4) if disable else (2, 0))
     assert len(find(gm, ops.row_scores.default)) == len(scored)
     assert len(find(gm, ops.rope.default)) == (4 if disable else 0)
+
+
+def test_cost_of_a_step_grows_with_its_rows_not_with_the_cache(optimized):
+    """Bytes of a layer's write are those of its rows; attention reads the keys its tiles name."""
+    _, fast = optimized
+    shape = fast.programs.shape
+    gm = share(fast._captured.gm)
+    run_passes(gm, (flatten_rows_pass(WHOLE_SAMPLE), insert_kv_cache_pass()), layers=2)
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+
+    def cost(rows, cache_rows):
+        tiles = torch.tensor([[0, rows, 0, 50]], dtype=torch.int32)
+        inputs = {"tiles": tiles, **{name: torch.empty(rows, dtype=torch.int64) for name in ("ids", "positions")}}
+        inputs["cache_rows"] = inputs["ids"]
+        inputs |= {name: torch.empty(cache_rows, shape.kv_heads, shape.head_dim) for name in cache_names(2)}
+        return program_costs(gm, inputs)
+
+    names = ("dllm.qkv_rope_cache_write", "dllm.row_attention")
+    small, large = ([next(c for c in cost(8, size) if c.operator == name) for name in names] for size in (60, 6000))
+    assert small == large
+    assert small[0].bytes == 4 * (2 * 8 * width + 2 * 8 * shape.head_dim) + 2 * 8 * 8
+    assert small[1].flops == 4 * 8 * 50 * shape.heads * shape.head_dim
 
 
 def test_compiled_code_copies_no_cache(optimized):
