@@ -223,7 +223,10 @@ class OptimizedModel(nn.Module):
         """
         self._watch.check()
         input_ids = _token_ids(input_ids, self.facts.vocab_size)
-        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        mask = torch.ones_like(input_ids) if attention_mask is None else torch.as_tensor(attention_mask)
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise PaddingError("attention_mask must hold 1 for tokens and 0 for padding (it is not added to scores)")
+        mask = mask.bool()
         if mask.shape != input_ids.shape:
             raise PaddingError(
                 f"attention_mask {tuple(mask.shape)} and input_ids {tuple(input_ids.shape)} must be equal"

@@ -120,7 +120,8 @@ class _Loop:
         look = Look.at_the_beginning(self.layout.samples)
         while True:
             self.cache.look(self.layout, self.state, self._with_suffix(look))
-            for i in range(check_every):
+            # Each step commits a token of every sample that does not wait: more steps than masks would be idle.
+            for i in range(min(check_every, max(look.masks, default=1))):
                 decode_step(self.cache, self.constants, self.layout, self.state, refreshing=i == 0)
                 self.forwards += self.constants.forwards_per_step
             done, seen = self._look()

@@ -74,7 +74,7 @@ class FlashCache(RowSubset):
     def _scores_of(self, guided: bool) -> Tensor:
         """(K,) fp32, the scores of the last step by cache row; only those of the conditional half are ever written."""
         if self._scores is None:
-            self._scores = torch.zeros(self._spare(guided) + 1, device=self._programs.device)
+            self._scores = torch.zeros(self._spare(guided) + 1, dtype=torch.float32, device=self._programs.device)
         return self._scores
 
     def _masked(self, layout: Layout, state: CanvasState) -> Tensor:
@@ -122,7 +122,7 @@ class FlashCache(RowSubset):
         masked, of_row = self._masked(layout, state), layout.sample_of_row
         rank = rank_in_sample(masked, layout.start, of_row)
         inside = masked & (rank < self._window) & (picked.counts > 0)[of_row]
-        samples, width = len(layout.samples), max(self._window, 2)
+        samples, width = len(layout.samples), max(min(self._window, layout.longest), 2)
         spare = samples * width
         window = torch.full((spare + width,), -1, dtype=torch.int64, device=rank.device)
         window.scatter_(0, torch.where(inside, of_row * width + rank, spare), torch.where(inside, picked.place, -1))

@@ -176,12 +176,15 @@ class LaCache(CachePolicy):
             table = torch.cat((table, table + size))
             rows = torch.cat((rows, rows + size))
         total = size * (2 if layout.guided else 1)
-        buffers = {n: b[:total] if index is None else b[index] for n, b in buffers.items()}
+        # A compiled program has two rows at least: a row that is alone gets a twin, in the state as in the inputs.
+        if index is not None and total == 1:
+            index = index.repeat(2)
+        buffers = {n: b[: max(total, 2)] if index is None else b[index] for n, b in buffers.items()}
         cache = LaCacheInputs(layers=self._layers, block_tiles=table, block_rows=None if fill else rows, state=buffers)
         result = self._programs.lacache_step(inputs, cache)
         if index is not None:
             for name, part in buffers.items():
-                self._buffers[name][index] = part
+                self._buffers[name][index[:total]] = part[:total]
         return result
 
     def _reduced(self, inputs: StepInputs, picked: PickedRows, layout: Layout) -> StepInputs:
