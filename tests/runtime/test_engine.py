@@ -79,12 +79,19 @@ def test_looks_of_the_host_do_not_change_tokens(model, name):
 
 
 def test_idle_forwards_are_counted(model):
-    config = DecodingConfig(max_new_tokens=9, block_length=3, check_every=8, eos="none")
+    """A block a step, and a look after eight: five of them find nothing left to do."""
+    config = DecodingConfig(max_new_tokens=9, block_length=3, check_every=8, eos="none", threshold=0.0)
     programs = DensePrograms(model)
     output = decode(programs, FACTS, prompts_of(4), config)
-    assert output.stats.forwards_per_row == (9,)
-    assert output.stats.forwards == len(programs.calls) == 16
-    assert output.stats.row_forwards == 16 * 13
+    assert output.stats.forwards_per_row == (3,)
+    assert output.stats.forwards == len(programs.calls) == 8
+    assert output.stats.row_forwards == 8 * 13
+
+
+def test_no_more_steps_than_masks(model):
+    """With one token a step nothing is idle, however seldom the host looks."""
+    config = DecodingConfig(max_new_tokens=9, block_length=3, check_every=8, eos="none")
+    assert decode(DensePrograms(model), FACTS, prompts_of(4), config).stats.forwards == 9
 
 
 @pytest.mark.parametrize("name", CONFIGS)
