@@ -7,7 +7,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ._config_checks import RULE_DEFAULTS, RULE_PARAMETER, check_belonging, check_integers, one_of, require
+from ._config_checks import (
+    RULE_DEFAULTS,
+    RULE_PARAMETER,
+    check_belonging,
+    check_switch,
+    normalise,
+    one_of,
+    pass_names,
+    require,
+)
 from .errors import ConfigError, UnknownOptionError
 
 CommitRule = Literal["quota", "threshold", "factor", "frechet"]
@@ -41,7 +50,12 @@ class CompileConfig(_Replaceable):
         strict: raise when a required pass matches fewer regions than the layer count asks for; with False the
             refused region stays as it was and the report says so.
         compile: True, False, or None for "if a compiler is there" (said aloud when it is not).
-        disable: names of optional passes to leave out, for bisecting (`dllm_compile.passes.OPTIONAL`).
+        disable: names of optional passes to leave out, for bisecting (`dllm_compile.passes.OPTIONAL`); one name may be
+            given alone. Packing passes move parameters into shared storage: a later `optimize` of the same model that
+            packs more makes earlier results stale, which then raise `StaleWeightsError`.
+
+    Raises:
+        ConfigError: a value of another type.
     """
 
     strict: bool = True
@@ -49,8 +63,13 @@ class CompileConfig(_Replaceable):
     disable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse names that are no optional passes."""
-        object.__setattr__(self, "disable", tuple(self.disable))
+        """Check types; whether a pass of such a name exists, `optimize` says."""
+        check_switch("strict", self.strict)
+        require(
+            self.compile is None or isinstance(self.compile, bool),
+            f"compile must be True, False or None, not {self.compile!r}",
+        )
+        object.__setattr__(self, "disable", pass_names(self.disable))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +82,7 @@ class DecodingConfig(_Replaceable):
         steps: denoising steps for the whole answer under the quota rule, a multiple of the number of blocks;
             None means one token a step.
         commit: rule that picks the tokens to keep in a step. None: the rule whose parameter is set, else "quota".
-        threshold: commit every token with confidence >= threshold, at least one (Fast-dLLM).
+        threshold: commit every token with confidence >= threshold, at least one (Fast-dLLM); above 1 is one a step.
         factor: commit ranks k while (k + 1)(1 - c_k) <= factor, at least one (Fast-dLLM).
         frechet_margin: commit the largest k whose Fréchet lower bound beats the upper bound by more than this
             (Fast-dLLM++).
@@ -111,7 +130,7 @@ class DecodingConfig(_Replaceable):
             begun by computing every row waits for the next look.
 
     Raises:
-        ConfigError: a value outside its range or two options that contradict each other.
+        ConfigError: a value of another type, a value outside its range or two options that contradict each other.
     """
 
     max_new_tokens: int = 128
@@ -151,20 +170,14 @@ class DecodingConfig(_Replaceable):
     check_every: int = 1
 
     def __post_init__(self) -> None:
-        """Check ranges and contradictions; nothing is silently corrected."""
-        for name in ("max_new_tokens", "block_length", "check_every"):
-            value = getattr(self, name)
-            require(isinstance(value, int) and value >= 1, f"{name} must be a positive integer, not {value!r}")
-        require(self.temperature >= 0, f"temperature must be >= 0, not {self.temperature}")
-        require(self.cfg_scale >= 0, f"cfg_scale must be >= 0, not {self.cfg_scale}")
+        """Check types, ranges and contradictions; nothing is silently corrected."""
+        normalise(self)
         one_of("remasking", self.remasking, Remasking)
         if self.eos is not None:
             one_of("eos", self.eos, EosRule)
         one_of("last_rank", self.last_rank, LastRank)
         if self.commit is not None:
             one_of("commit", self.commit, CommitRule)
-        if isinstance(self.eos_token_id, list):
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         self._check_rule()
         self._check_steps()
         self._check_cache()
@@ -182,17 +195,13 @@ class DecodingConfig(_Replaceable):
             )
         if self.rule != "quota" and self.steps is not None:
             raise ConfigError(f"steps is a quota; the {self.rule} rule runs until each block is done: remove steps")
-        if self.rule == "frechet":
-            require(self.rule_parameter >= 0, f"frechet_margin must be >= 0, not {self.rule_parameter}")
-        if self.rule == "factor":
-            require(self.rule_parameter > 0, f"factor must be > 0, not {self.rule_parameter}")
 
     def _check_steps(self) -> None:
         if self.steps is None:
             return
         blocks = self.number_of_blocks
         require(
-            isinstance(self.steps, int) and self.steps >= blocks and self.steps % blocks == 0,
+            self.steps >= blocks and self.steps % blocks == 0,
             f"steps={self.steps!r} must be a multiple of the {blocks} blocks "
             f"(max_new_tokens={self.max_new_tokens}, block_length={self.block_length})",
         )
@@ -202,15 +211,6 @@ class DecodingConfig(_Replaceable):
         one_of("suffix", self.suffix, Suffix)
         one_of("score_layers", self.score_layers, ScoreLayers)
         check_belonging(self)
-        check_integers(self)
-        layers = self.lacache_layers
-        if not isinstance(layers, str):
-            object.__setattr__(self, "lacache_layers", tuple(layers))
-            require(len(layers) > 0 and min(layers) >= 0, f"lacache_layers={layers!r} must name layers from 0 on")
-        else:
-            require(layers in ("first", "wide"), f"lacache_layers={layers!r}: choose 'first', 'wide' or layer numbers")
-        require(self.k_sigma >= 0, f"k_sigma must be >= 0, not {self.k_sigma}")
-        require(self.scale > 0, f"scale must be > 0, not {self.scale}")
         if self.cache == "flash" and self.eos == "block":
             raise ConfigError("cache='flash' has no blocks, so eos='block' means nothing there: use 'first' or 'none'")
         if self.cache == "flash" and self.suffix != "all":

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .._config_checks import integer_or_integers
 from ..errors import ConfigError, UnsupportedModelError
 
 
@@ -66,10 +67,15 @@ def _read(config: Any, name: str) -> Any:
 
 
 def id_tuple(ids: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Ids given as nothing, one or several, as a tuple without repetitions, in the given order."""
+    """Ids given as nothing, one or several, as a tuple without repetitions, in the given order.
+
+    Raises:
+        ConfigError: they are no integers.
+    """
     if ids is None:
         return ()
-    return (int(ids),) if isinstance(ids, int) else tuple(dict.fromkeys(int(one) for one in ids))
+    found = integer_or_integers("eos_token_id", ids)
+    return (found,) if isinstance(found, int) else tuple(dict.fromkeys(found))
 
 
 def stop_ids(facts: ModelFacts, chosen: int | tuple[int, ...] | None) -> tuple[int, ...]:
