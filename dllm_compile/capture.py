@@ -53,7 +53,7 @@ def capture(model: nn.Module, max_length: int | None, vocab_size: int) -> Captur
 
     Raises:
         UnsupportedModelError: the model is in a state that would be captured wrongly (train mode, autocast, meta
-            device, quantised, sharded or adapter-wrapped layers).
+            device, quantised, sharded or adapter-wrapped layers), or its logits are not finite.
         DeviceMismatchError: parameters on several devices or of several floating dtypes.
         CaptureError: export failed, or the graph does not compute what the module does.
     """
@@ -67,6 +67,11 @@ def capture(model: nn.Module, max_length: int | None, vocab_size: int) -> Captur
     with torch.no_grad():
         # Also moves rotary tables that follow the first forward and not `.to(device)`, which would be traced otherwise.
         source, prefix, expected = _inner(model, ids)
+    if not expected.isfinite().all():
+        raise UnsupportedModelError(
+            f"the logits of {type(model).__name__} are not finite: check the weights for NaN and infinity, or load "
+            f"them in another dtype if {str(expected.dtype).removeprefix('torch.')} overflows"
+        )
     gm = _export(source, ids, max_length)
     _clean(gm, expected)
     with torch.no_grad():

@@ -201,6 +201,14 @@ def test_train_mode():
     refused(model, UnsupportedModelError, "train mode")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(value):
+    model = Mini(layers=1)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name).fill_(value)
+    refused(model, UnsupportedModelError, "logits of Mini are not finite: check the weights")
+
+
 def test_autocast():
     model = Mini(layers=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
