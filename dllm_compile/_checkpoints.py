@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,8 +50,9 @@ def load(
 
     Raises:
         CheckpointError: the folder is not there, is incomplete, or has no code to trust.
+        ConfigError: there is no such device.
     """
-    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = target_device(device)
     chosen = None if dtype is None else DTYPES[dtype]
     if path is None:
         from .models import load_small, load_small_tokenizer
@@ -63,6 +64,21 @@ def load(
         raise CheckpointError(f"{folder} has no config.json: give the folder of a downloaded checkpoint")
     model = _remote_model(folder, chosen) if trust_remote_code else _own_model(folder, chosen)
     return Checkpoint(model.to(target).eval(), _tokenizer(folder, trust_remote_code), str(folder))
+
+
+def target_device(name: str | None) -> str:
+    """The device to use: `name`, or the first GPU if there is one and else the CPU.
+
+    Raises:
+        ConfigError: there is no such device on this machine.
+    """
+    target = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=target)
+    except Exception as error:  # which kind it is differs from backend to backend
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"device {target!r} cannot be used, choose cpu or a GPU that is there: {reason}") from error
+    return target
 
 
 def _own_model(folder: Path, dtype: torch.dtype | None) -> nn.Module:

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__, _checkpoints
 from ._decoding_options import add_decoding_options, decoding_config
 from .config import CompileConfig
-from .errors import DllmCompileError
+from .errors import ConfigError, DllmCompileError
 
 if TYPE_CHECKING:
     from .api import OptimizedModel
@@ -112,12 +114,24 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    if arguments.dump:  # before the model is loaded
+        _make_folder(arguments.dump)
     checkpoint, fast = _load(arguments)
     print(f"{checkpoint.name}\n{fast.report()}")
     if arguments.dump:
         fast.dump_graphs(arguments.dump)
         print(f"graphs written to {arguments.dump}")
     return 0
+
+
+def _make_folder(path: str) -> None:
+    """A folder that can be written to, or a `ConfigError`."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--dump needs a folder, and {path} cannot be one: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"--dump {path}: no permission to write there, give another folder")
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ._config_checks import integer
 from .config import CompileConfig, DecodingConfig
 from .models.small.problem import Problem
 
@@ -70,15 +71,23 @@ def plain_decode(model: nn.Module, prompt: Sequence[int], config: DecodingConfig
 
 
 def run(*, problems: int = 4, threshold: float = 0.9, device: str | None = None, compile: bool | None = None) -> int:  # noqa: A002
-    """Show the whole path; returns 0 when the rewritten model gave the plain loop's tokens, else 1."""
+    """Show the whole path; returns 0 when the rewritten model gave the plain loop's tokens, else 1.
+
+    Raises:
+        ConfigError: fewer than one problem, a threshold that is none, or no such device.
+    """
     from rich.console import Console
 
+    from ._checkpoints import target_device
     from .api import optimize
     from .models import load_small, load_small_tokenizer
     from .models.small.problem import held_out
 
+    problems = integer("problems", problems, 1)
+    one = DecodingConfig()
+    parallel = one.replace(threshold=threshold)
+    target = target_device(device)
     console = Console(soft_wrap=False, highlight=False)
-    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     console.rule("1  An unmodified LLaDA")
     model, tokenizer = load_small(device=target), load_small_tokenizer()
@@ -97,7 +106,6 @@ def run(*, problems: int = 4, threshold: float = 0.9, device: str | None = None,
 
     console.rule("3  Held-out word problems")
     chosen = held_out("arithmetic", problems)
-    one = DecodingConfig()
     began = time.perf_counter()
     with console.status("first call: compiling ..."):
         fast.generate([tokenizer(chosen[0].prompt)["input_ids"]], one.replace(max_new_tokens=one.block_length))
@@ -106,7 +114,7 @@ def run(*, problems: int = 4, threshold: float = 0.9, device: str | None = None,
         runs = [
             _plain("plain loop, one prompt at a time", model, tokenizer, chosen, one),
             _fast("optimized, same rule, one batch", fast, tokenizer, chosen, one),
-            _fast(f"optimized, threshold {threshold}", fast, tokenizer, chosen, one.replace(threshold=threshold)),
+            _fast(f"optimized, threshold {threshold}", fast, tokenizer, chosen, parallel),
         ]
     _show(console, chosen, runs)
     equal = runs[0].canvases == runs[1].canvases

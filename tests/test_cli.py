@@ -74,6 +74,31 @@ def test_contradiction_is_one_line_before_anything_is_loaded(capsys: pytest.Capt
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "x", "--device", "foo"], "device 'foo' cannot be used"),
+        (["report", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
+        (["demo", "--device", "foo"], "device 'foo' cannot be used"),
+        (["demo", "--problems", "0"], "problems must be an integer of at least 1, not 0"),
+        (["demo", "--threshold", "nan"], "threshold must be a finite number"),
+        (["generate", "x", "--cache", "lacache", "--lacache-layers", "wide", "3"], "lacache_layers must be"),
+        (["generate", "x", "--temperature", "inf"], "temperature must be a finite number"),
+        (["report", "--dump", __file__], "--dump needs a folder"),
+        (["report", "--dump", f"{__file__}/graphs"], "--dump needs a folder"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_work_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    """Said before a model is loaded."""
+    assert cli.main(words) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("dllm-compile: ")
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+
+
 def test_missing_folder_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert cli.main(["report", "--model", str(tmp_path / "none")]) == 1
     assert "config.json" in capsys.readouterr().err
