@@ -6,9 +6,8 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,13 @@ from torch.fx import GraphModule
 from transformers.modeling_outputs import MaskedLMOutput
 
 from ._compat import can_compile
+from ._config_checks import chosen
 from .acceptance import accept_logits, is_rectangular
 from .capture import Captured, capture, refuse_unsupported
 from .config import CompileConfig, DecodingConfig
 from .errors import (
     ConfigError,
+    CopyError,
     PaddingError,
     PromptError,
     PromptTooLongError,
@@ -37,13 +38,12 @@ from .runtime.facts import ModelFacts
 from .runtime.layout import tile_table
 from .runtime.output import GenerationOutput
 from .runtime.programs import ModelPrograms
+from .runtime.prompt_forms import Mask, Prompts, encoded
 from .runtime.prompts import split_prompts
 from .runtime.rectangular import RectangularPrograms
 from .runtime.streamers import Streamer
 from .stages import Stages
 from .weights import WeightWatch
-
-Prompts = Tensor | Sequence[Sequence[int]] | Sequence[Tensor] | str | Sequence[str]
 
 
 def optimize(
@@ -73,7 +73,9 @@ def optimize(
 
     The model is as it was before when this raises.
     """
-    config = (config or CompileConfig()).replace(**options)
+    config = chosen(config, CompileConfig, "optimize(model, compile=False)").replace(**options)
+    if isinstance(model, OptimizedModel):
+        raise UnsupportedModelError("this model is optimized already: pass the original, `fast.model`")
     unknown = sorted(set(config.disable) - set(OPTIONAL))
     if unknown:
         raise ConfigError(f"disable names {', '.join(unknown)}; optional passes are {', '.join(OPTIONAL)}")
@@ -117,8 +119,16 @@ def optimize(
     return optimized
 
 
+_NO_COPY = "an optimized model cannot be copied or pickled: copy or save `fast.model` and call optimize again"
+
+
 class OptimizedModel(nn.Module):
-    """A rewritten model. Made by `optimize`; `model` is the user's own object, unchanged."""
+    """A rewritten model. Made by `optimize`; `model` is the user's own object, unchanged.
+
+    It cannot be copied, pickled or trained: do that with `model`. What `nn.Module` does to parameters (`.to()`,
+    `.double()`, `.requires_grad_()`) reaches `model`, because the parameters are its own; after a move or a conversion
+    call `optimize(fast.model)` again.
+    """
 
     def __init__(
         self,
@@ -154,6 +164,26 @@ class OptimizedModel(nn.Module):
         """The model's own configuration."""
         return getattr(self.model, "config", None)
 
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode; `model` is left in the mode it is in.
+
+        Raises:
+            UnsupportedModelError: `mode` is True.
+        """
+        if mode:
+            raise UnsupportedModelError(
+                "an optimized model only decodes: train the model itself, `fast.model.train()`; "
+                "generate sees weights that are updated in place"
+            )
+        self.training = False
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise CopyError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise CopyError(_NO_COPY)
+
     @property
     def device(self) -> torch.device:
         """Where the parameters lie."""
@@ -164,7 +194,7 @@ class OptimizedModel(nn.Module):
         input_ids: Prompts | None = None,
         config: DecodingConfig | None = None,
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Mask | None = None,
         tokenizer: Any = None,
         streamer: Streamer | None = None,
         progress: bool = False,
@@ -174,7 +204,8 @@ class OptimizedModel(nn.Module):
 
         Args:
             input_ids: (B, T) int64 with an optional `attention_mask` (padded on the left or on the right), a list of
-                prompts of different lengths, or one or several strings together with `tokenizer`.
+                prompts of different lengths, what a tokenizer returns for them (a mapping with "input_ids" and perhaps
+                "attention_mask"), or one or several strings together with `tokenizer`.
             config: how to decode; `DecodingConfig()` is LLaDA's plain loop, one token a step.
             attention_mask: (B, T), 1 for tokens and 0 for padding.
             tokenizer: encodes strings as `tokenizer(text)` does, special tokens included, and fills `texts` of the
@@ -191,12 +222,11 @@ class OptimizedModel(nn.Module):
             ConfigError, UnknownOptionError: options that contradict each other or do not exist.
             StaleWeightsError: parameters were replaced after `optimize`.
         """
-        decoding = (config or DecodingConfig()).replace(**options)
-        if input_ids is None:
-            raise PromptError("generate needs prompts: ids, or strings together with tokenizer=")
+        decoding = chosen(config, DecodingConfig, "generate(ids, max_new_tokens=64)").replace(**options)
+        ids, attention_mask = encoded(input_ids, attention_mask, tokenizer)
         self._watch.check()
         with plain_mode():
-            prompts = split_prompts(_encode(input_ids, tokenizer), attention_mask)
+            prompts = split_prompts(ids, attention_mask)
             output = decode(self.programs, self.facts, prompts, decoding, streamer=streamer, progress=progress)
             if tokenizer is not None:
                 output["texts"] = [
@@ -326,12 +356,3 @@ def _within_tables(facts: ModelFacts, gm: GraphModule) -> ModelFacts:
     rows = len(getattr(gm, COS)) if hasattr(gm, COS) else None
     limits = [limit for limit in (facts.max_sequence_length, rows) if limit is not None]
     return dataclasses.replace(facts, max_sequence_length=min(limits, default=None))
-
-
-def _encode(prompts: Prompts, tokenizer: Any) -> Any:
-    texts = [prompts] if isinstance(prompts, str) else prompts
-    if isinstance(texts, Tensor) or not len(texts) or not isinstance(texts[0], str):
-        return prompts
-    if tokenizer is None:
-        raise PromptError("the prompts are strings: pass tokenizer= as well, or token ids")
-    return [tokenizer(text)["input_ids"] for text in texts]

@@ -60,5 +60,9 @@ class StaleWeightsError(DllmCompileError, RuntimeError):
     """Parameters were replaced (not updated in place) after `optimize`, so the programs would use old values."""
 
 
+class CopyError(DllmCompileError, TypeError):
+    """An optimized model was to be copied or pickled; only the model it was made of can be."""
+
+
 class CheckpointError(DllmCompileError, OSError):
     """A checkpoint folder is incomplete or does not describe a model that can be loaded."""

@@ -27,7 +27,8 @@ class WeightWatch:
         changed = sorted(name for name in {*places, *self._places} if places.get(name) != self._places.get(name))
         raise StaleWeightsError(
             f"{len(changed)} parameters were replaced, moved or converted after optimize (first: {changed[0]}). "
-            "Update weights in place (p.copy_(...), load_state_dict) or call optimize again"
+            "Update weights in place (p.copy_(...), load_state_dict) or call optimize again. A later optimize() of the "
+            "same model with fewer passes in `disable` moves parameters as well: use the newest result"
         )
 
     def _look(self) -> dict[str, tuple[int, int]]:

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers import BatchEncoding
 
 import dllm_compile
 from dllm_compile import acceptance
 from dllm_compile.errors import (
     CertificateError,
     ConfigError,
+    CopyError,
     PaddingError,
     PassError,
     PromptError,
@@ -139,6 +143,59 @@ def test_unknown_names(options, error):
     with pytest.raises(error, match=name) as caught:
         dllm_compile.optimize(tiny_model(), **options)
     assert "pack_qkv" in str(caught.value) or "disable" in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [{}, {"compile": False}, "fast", SHORT, dllm_compile.CompileConfig], ids=str)
+def test_another_type_of_configuration_in_optimize(config):
+    with pytest.raises(ConfigError, match=r"config must be a CompileConfig, not a .*optimize\(model, compile=False\)"):
+        dllm_compile.optimize(tiny_model(), config)
+
+
+@pytest.mark.parametrize("config", [{}, torch.ones(1, 3), 16, dllm_compile.CompileConfig()], ids=str)
+def test_another_type_of_configuration_in_generate(fast, config):
+    with pytest.raises(ConfigError, match=r"config must be a DecodingConfig, not a .*max_new_tokens=64"):
+        fast.generate([[3, 4, 5]], config)
+
+
+def test_an_optimized_model_is_not_optimized_again(fast):
+    with pytest.raises(UnsupportedModelError, match=r"optimized already: pass the original, `fast\.model`"):
+        dllm_compile.optimize(fast)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps, lambda fast: copy.deepcopy([fast])], ids=str
+)
+def test_copies_are_refused(fast, duplicate):
+    with pytest.raises(CopyError, match=r"copy or save `fast\.model` and call optimize again") as caught:
+        duplicate(fast)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_the_original_can_be_copied():
+    fast = own_fast()
+    again = dllm_compile.optimize(copy.deepcopy(fast.model), compile=False)
+    assert torch.equal(again.generate([[3, 4]], SHORT).sequences, fast.generate([[3, 4]], SHORT).sequences)
+
+
+def test_train_mode_does_not_reach_the_model():
+    fast = own_fast()
+    with pytest.raises(UnsupportedModelError, match=r"fast\.model\.train\(\)"):
+        fast.train()
+    assert not any(module.training for module in fast.modules())
+    assert fast.eval() is fast
+    fast.model.train()
+    assert fast.train(False) is fast
+    assert not fast.training
+    assert all(module.training for module in fast.model.modules()), "the model stays in the mode it is in"
+
+
+def test_a_later_optimize_that_packs_more():
+    model = tiny_model()
+    first = dllm_compile.optimize(model, compile=False, disable=("pack_qkv", "pack_gate_up"))
+    second = dllm_compile.optimize(model, compile=False)
+    with pytest.raises(StaleWeightsError, match=r"later optimize\(\) of the same model"):
+        first.generate([[3, 4]], SHORT)
+    assert_plain(second, prompts_of(4), SHORT)
 
 
 def test_a_model_without_config():
@@ -318,6 +375,51 @@ def test_generate_needs_prompts(fast):
         fast.generate()
     with pytest.raises(PromptError, match="pass tokenizer="):
         fast.generate("a question")
+
+
+def test_what_a_tokenizer_returns_is_a_prompt(fast):
+    """`generate(tokenizer(texts))` and `generate(**tokenizer(texts))`, ragged or padded."""
+    ragged = {"input_ids": [[3, 4, 5], [7]], "attention_mask": [[1, 1, 1], [1]], "token_type_ids": [[0, 0, 0], [0]]}
+    padded = {"input_ids": torch.tensor([[3, 4, 5], [9, 9, 7]]), "attention_mask": torch.tensor([[1] * 3, [0, 0, 1]])}
+    expected = fast.generate([[3, 4, 5], [7]], SHORT).sequences
+    for form in (ragged, padded, {"input_ids": ragged["input_ids"]}):
+        for given in (form, BatchEncoding(form)):
+            assert torch.equal(fast.generate(given, SHORT).sequences, expected)
+    for form in (ragged, padded):
+        keywords = {name: form[name] for name in ("input_ids", "attention_mask")}
+        assert torch.equal(fast.generate(config=SHORT, **keywords).sequences, expected)
+    one = BatchEncoding({"input_ids": [3, 4, 5], "attention_mask": [1, 1, 1]})
+    assert torch.equal(fast.generate(one, SHORT).sequences, fast.generate([[3, 4, 5]], SHORT).sequences)
+
+
+def test_the_call_a_newcomer_makes(small_fast, small_tokenizer):
+    texts = ["Tom has 3 pens.", "Ana has 12 eggs. Ana loses 5."]
+    expected = small_fast.generate(texts, SHORT, tokenizer=small_tokenizer)
+    out = small_fast.generate(small_tokenizer(texts), SHORT, tokenizer=small_tokenizer)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert out.texts == expected.texts
+    out = small_fast.generate(**small_tokenizer(texts, padding=True, return_tensors="pt"), config=SHORT)
+    assert torch.equal(out.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (["text", [3, 4]], {"tokenizer": len}, r"mix strings and others \(prompt 1 is a list\)"),
+        ([[3, 4], "text"], {}, r"mix strings and others \(prompt 0 is a list\)"),
+        ([torch.tensor([3]), "text"], {}, r"prompt 0 is a Tensor"),
+        ({"ids": [[3]]}, {}, "a dict without input_ids"),
+        ([{"role": "user", "content": "hi"}], {}, "apply_chat_template"),
+        ({"input_ids": [[3]], "attention_mask": [[1]]}, {"attention_mask": [[1]]}, "given twice"),
+        ("text", {"tokenizer": len, "attention_mask": [[1]]}, "leave attention_mask out"),
+        (5, {}, "is a int"),
+        ({3, 4}, {}, "is a set"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt(fast, prompts, options, message):
+    with pytest.raises(PromptError, match=message):
+        fast.generate(prompts, SHORT, **options)
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,16 @@ PromptInput = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor
 
 
 def split_prompts(
-    input_ids: PromptInput, attention_mask: Tensor | Sequence[Sequence[int]] | None = None
+    input_ids: PromptInput, attention_mask: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None
 ) -> list[Tensor]:
     """Take padding away and bring every form of input into one.
 
     Args:
         input_ids: (B, T) integer tensor; (T,) tensor or list of ints, one prompt; or a list of ragged lists or 1-D
             tensors.
-        attention_mask: same shape as a rectangular `input_ids`, 1 for tokens and 0 for padding, which may stand on
-            the left or on the right of each row. None: every id is a token (also ids equal to the pad id).
+        attention_mask: same shape as `input_ids` (lists as ragged as the prompts, too), 1 for tokens and 0 for padding,
+            which may stand on the left or on the right of each row. None: every id is a token (also ids equal to the
+            pad id).
 
     Returns:
         B prompts, each (P,) int64 on the CPU. They may be empty or hold bad ids: `check_prompts` looks at that.
@@ -71,23 +72,37 @@ def _integers(values: object) -> Tensor:
     return ids.to(torch.int64)
 
 
-def _without_padding(prompts: list[Tensor], attention_mask: Tensor | Sequence[Sequence[int]]) -> list[Tensor]:
-    try:
-        mask = torch.as_tensor(attention_mask).detach().cpu()
-    except (TypeError, ValueError) as error:
-        raise PaddingError("attention_mask is not rectangular: give one number for each id") from error
-    if mask.dim() == 1 and len(prompts) == 1:
-        mask = mask[None]
-    widths = {len(prompt) for prompt in prompts}
-    if len(widths) != 1 or mask.shape != (len(prompts), *widths):
+def _without_padding(
+    prompts: list[Tensor], attention_mask: Tensor | Sequence[int] | Sequence[Sequence[int]]
+) -> list[Tensor]:
+    if isinstance(attention_mask, Sequence) and _lengths(attention_mask) == [len(prompt) for prompt in prompts]:
+        masks = [_mask(row) for row in attention_mask]  # as ragged as the prompts: a tokenizer's, without padding
+        shape = str([tuple(row.shape) for row in masks])
+    else:
+        mask = _mask(attention_mask)
+        masks = list(mask[None] if mask.dim() == 1 and len(prompts) == 1 else mask) if mask.dim() else []
+        shape = str(tuple(mask.shape))
+    if [row.shape for row in masks] != [prompt.shape for prompt in prompts]:
+        widths = sorted({len(prompt) for prompt in prompts})
         raise PaddingError(
-            f"attention_mask has shape {tuple(mask.shape)}, which does not fit {len(prompts)} prompts of "
-            f"{' or '.join(map(str, sorted(widths)))} ids: it must have the shape of input_ids. "
-            "Ragged prompts need no mask"
+            f"attention_mask has shape {shape}, which does not fit {len(prompts)} prompts of "
+            f"{' or '.join(map(str, widths))} ids: it must have the shape of input_ids. Ragged prompts need no mask"
         )
+    return [_unpadded(i, prompt, row) for i, (prompt, row) in enumerate(zip(prompts, masks, strict=True))]
+
+
+def _lengths(rows: Sequence[object]) -> list[int | None]:
+    return [len(row) if isinstance(row, Sequence | Tensor) else None for row in rows]
+
+
+def _mask(values: object) -> Tensor:
+    try:
+        mask = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PaddingError("attention_mask is not rectangular: give one number for each id") from error
     if not ((mask == 0) | (mask == 1)).all():
         raise PaddingError("attention_mask holds values other than 0 and 1: only padding masks are supported")
-    return [_unpadded(i, prompt, row.bool()) for i, (prompt, row) in enumerate(zip(prompts, mask, strict=True))]
+    return mask.bool()
 
 
 def _unpadded(index: int, prompt: Tensor, kept: Tensor) -> Tensor:

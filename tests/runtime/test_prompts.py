@@ -85,6 +85,20 @@ def test_bad_masks(mask, message):
         split_prompts(torch.tensor([[1, 2, 3, 4]]), mask)
 
 
+def test_a_mask_as_ragged_as_the_prompts():
+    """What a tokenizer returns for several texts without padding."""
+    assert lists(split_prompts([[1, 2], [3]], [[1, 1], [1]])) == [[1, 2], [3]]
+    assert lists(split_prompts([[1, 2], [3]], [torch.tensor([0, 1]), [1]])) == [[2], [3]]
+    assert lists(split_prompts([1, 2], [1, 1])) == [[1, 2]]
+    with pytest.raises(PaddingError, match="other than 0 and 1"):
+        split_prompts([[1, 2], [3]], [[1, 2], [1]])
+    with pytest.raises(PaddingError, match="shape"):
+        split_prompts([[1, 2], [3]], [[[1], [1]], [1]])
+    for bad in ([[1], [1]], [[1, 1], [1], [1]], "11", 1, {"a": 1}):
+        with pytest.raises(PaddingError):
+            split_prompts([[1, 2], [3]], bad)
+
+
 def test_a_mask_does_not_go_with_ragged_prompts():
     with pytest.raises(PaddingError, match="Ragged prompts need no mask"):
         split_prompts([[1, 2], [3]], torch.ones(2, 2))
