@@ -76,7 +76,7 @@ def target_device(name: str | None) -> str:
     try:
         torch.empty(1, device=target)
     except Exception as error:  # which kind it is differs from backend to backend
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
         raise ConfigError(f"device {target!r} cannot be used, choose cpu or a GPU that is there: {reason}") from error
     return target
 
