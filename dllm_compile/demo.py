@@ -118,8 +118,8 @@ def run(*, problems: int = 4, threshold: float = 0.9, device: str | None = None,
         ]
     _show(console, chosen, runs)
     console.print(
-        "The plain loop takes one prompt at a time, the others all prompts together: the times compare ways of working, "
-        "not kernels. One run each; compiling is not counted.",
+        "The plain loop takes one prompt at a time, the others all prompts together: the times compare ways of "
+        "working, not kernels. One run each; compiling is not counted.",
         style="dim",
     )
     equal = runs[0].canvases == runs[1].canvases
