@@ -163,7 +163,9 @@ def test_an_optimized_model_is_not_optimized_again(fast):
 
 
 @pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps, lambda fast: copy.deepcopy([fast])], ids=str
+    "duplicate",
+    [copy.copy, copy.deepcopy, pickle.dumps, lambda fast: copy.deepcopy([fast])],
+    ids=["copy", "deepcopy", "pickle", "inside a list"],
 )
 def test_copies_are_refused(fast, duplicate):
     with pytest.raises(CopyError, match=r"copy or save `fast\.model` and call optimize again") as caught:
