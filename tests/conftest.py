@@ -21,7 +21,11 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a card or the remote code where there is none, with the reason."""
+    """Skip what needs a card or the remote code where there is none; refuse names that differ from run to run."""
+    unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unstable:
+        # Two processes must collect the same tests.
+        raise pytest.UsageError(f"give these tests ids of their own: {unstable[:3]}")
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     no_remote = pytest.mark.skip(
         reason=f"set {REMOTE_VARIABLE} to one or more folders (path[:path]) with LLaDA's own modelling code"
@@ -137,10 +141,3 @@ def remote_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
     code = Path(request.param)
     return make_checkpoint(code, tmp_path_factory.mktemp("remote") / code.name)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse names that differ from run to run: two processes must collect the same tests."""
-    unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
-    if unstable:
-        raise pytest.UsageError(f"give these tests ids of their own: {unstable[:3]}")
