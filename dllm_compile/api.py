@@ -18,6 +18,7 @@ from ._compat import can_compile
 from ._config_checks import chosen
 from .acceptance import accept_logits, is_rectangular
 from .capture import Captured, capture, refuse_unsupported
+from .certify import LENGTH
 from .config import CompileConfig, DecodingConfig
 from .errors import (
     ConfigError,
@@ -81,6 +82,11 @@ def optimize(
         raise ConfigError(f"disable names {', '.join(unknown)}; optional passes are {', '.join(OPTIONAL)}")
     facts = _facts(model)
     refuse_unsupported(model)
+    if facts.max_sequence_length is not None and facts.max_sequence_length < LENGTH:
+        raise UnsupportedModelError(
+            f"max_sequence_length={facts.max_sequence_length} is too short to certify a rewrite on: "
+            f"it must be {LENGTH} or more"
+        )
     compiled, note = _decide_compile(config, next(model.parameters()).device)
     if note is not None and config.compile is None:
         warnings.warn(note, RuntimeWarning, stacklevel=2)

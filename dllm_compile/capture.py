@@ -18,7 +18,6 @@ from torch.export import Dim
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from .certify import LENGTH
 from .errors import CaptureError, DeviceMismatchError, UnsupportedModelError
 from .passes.graph import aten, check_metadata, fake_mode_of, find, lookup, output_node, placeholders
 
@@ -58,9 +57,9 @@ def capture(model: nn.Module, max_length: int | None, vocab_size: int) -> Captur
         CaptureError: export failed, or the graph does not compute what the module does.
     """
     refuse_unsupported(model)
-    if max_length is not None and max_length < LENGTH:
+    if max_length is not None and max_length < 2:
         raise UnsupportedModelError(
-            f"max_sequence_length={max_length} is too short to certify a rewrite on: it must be {LENGTH} or more"
+            f"max_sequence_length={max_length} leaves nothing to attend to: it must be 2 or more"
         )
     rows, columns = EXAMPLE_SHAPE[0], min(EXAMPLE_SHAPE[1], max_length or EXAMPLE_SHAPE[1])
     ids = torch.arange(rows * columns, device=next(model.parameters()).device).reshape(rows, columns) % vocab_size

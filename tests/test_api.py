@@ -454,3 +454,10 @@ def test_the_rotary_tables_bound_the_length():
     assert fast.facts.max_sequence_length == rows
     with pytest.raises(PromptTooLongError, match=str(rows)):
         fast.generate([[3] * rows], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("length", [2, 6])
+def test_models_too_short_to_certify_are_refused(length):
+    model = tiny_model(max_sequence_length=length)
+    with pytest.raises(UnsupportedModelError, match="it must be 7 or more"):
+        dllm_compile.optimize(model, compile=False)

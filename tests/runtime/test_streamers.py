@@ -26,6 +26,7 @@ class Letters:
     mask_token_id = None
 
     def decode(self, ids, skip_special_tokens=False, **_):
+        ids = [ids] if isinstance(ids, int) else ids  # later streamers decode a single token as well
         kept = [int(one) for one in ids if not (skip_special_tokens and int(one) == EOS)]
         return "".join({30: "\n", EOS: "<eos>", MASK: "<mask>"}.get(one, chr(97 + one % 26)) for one in kept)
 
