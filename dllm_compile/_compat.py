@@ -39,6 +39,11 @@ def can_compile(device: torch.device) -> bool:
     return device.type == "cpu" and has_cxx_compiler()
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether `device` multiplies FP8 numbers in hardware: CUDA from compute capability 8.9 on (Ada, Hopper)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 @contextlib.contextmanager
 def distinct_sizes() -> Iterator[None]:
     """While a graph is compiled, two dimensions that happen to be equal stay two symbols."""

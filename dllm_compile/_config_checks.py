@@ -33,6 +33,9 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "k_sigma": ("suffix", ("dpad",)),
     "scale": ("suffix", ("dpad",)),
 }
+FP8_BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
+    name: ("precision", ("fp8", "auto")) for name in ("fp8_granularity", "fp8_skip_layers", "fp8_linears")
+}
 # Integers, and the least value of each; None where every integer will do.
 INTEGERS: dict[str, int | None] = {
     "max_new_tokens": 1,
@@ -101,13 +104,17 @@ def chosen(config: Config | None, kind: type[Config], example: str) -> Config:
     return config
 
 
-def check_belonging(config: Any) -> None:
+def check_belonging(config: Any, table: Mapping[str, tuple[str, tuple[str, ...]]]) -> None:
     """Refuse options that are set although the choice they belong to was not made.
+
+    Args:
+        config: what is built.
+        table: option -> the option it belongs to, and the values of that one with which it means something.
 
     Raises:
         ConfigError: naming both options.
     """
-    for option, (chooser, values) in BELONGS_TO.items():
+    for option, (chooser, values) in table.items():
         chosen, default = getattr(config, chooser), type(config).__dataclass_fields__[option].default
         if chosen not in values and getattr(config, option) != default:
             raise ConfigError(
@@ -185,6 +192,21 @@ def integer_or_integers(name: str, value: object) -> int | tuple[int, ...]:
     if found is None or None in found:
         raise ConfigError(f"{name} must be an integer or a list of integers, not {value!r}")
     return tuple(item for item in found if item is not None)
+
+
+def layer_numbers(name: str, value: object) -> tuple[int, ...]:
+    """Numbers of layers from 0 on as a tuple, ascending and each once; one number may stand alone, () is none.
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    try:
+        found = integer_or_integers(name, value)
+    except ConfigError:
+        raise ConfigError(f"{name} must be layer numbers, () for none, not {value!r}") from None
+    layers = (found,) if isinstance(found, int) else found
+    require(min(layers, default=0) >= 0, f"{name}={value!r} must name layers from 0 on")
+    return tuple(sorted(set(layers)))
 
 
 def check_switch(name: str, value: object) -> None:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ._config_checks import (
+    BELONGS_TO,
+    FP8_BELONGS_TO,
     RULE_DEFAULTS,
     RULE_PARAMETER,
     check_belonging,
     check_switch,
+    layer_numbers,
     normalise,
     one_of,
     pass_names,
@@ -26,6 +29,9 @@ LastRank = Literal["strict", "released"]
 Cache = Literal["none", "lacache", "prefix", "dual", "vicinity", "dkv", "flash"]
 Suffix = Literal["all", "dpad", "window"]
 ScoreLayers = Literal["upper", "all"]
+Precision = Literal["checkpoint", "fp8", "auto"]
+Granularity = Literal["group", "row", "tensor"]
+Fp8Linears = Literal["ffn", "all"]
 
 
 class _Replaceable:
@@ -53,14 +59,27 @@ class CompileConfig(_Replaceable):
         disable: names of optional passes to leave out, for bisecting (`dllm_compile.passes.OPTIONAL`); one name may be
             given alone. Packing passes move parameters into shared storage: a later `optimize` of the same model that
             packs more makes earlier results stale, which then raise `StaleWeightsError`.
+        precision: "checkpoint" computes in the parameters' dtype; "fp8" multiplies the feed-forward projections in
+            FP8 (E4M3) on copies of their weights, with activations quantized as they are made: a card from compute
+            capability 8.9 on, or a CPU, where a slow reference computes the same numbers to rounding. "auto" is "fp8"
+            where the card can and the layers fit, else "checkpoint"; the report says which.
+        fp8_granularity: what shares a scale: "group", 128 values of an activation row and 128 x 128 of a weight
+            (LaCache); "row", a row of either; "tensor", all of it.
+        fp8_skip_layers: layers that stay in the checkpoint's precision, from 0; () for none. LaCache leaves out the
+            first one.
+        fp8_linears: "ffn", or "all": q, k, v and the output projection of attention as well. Never the head.
 
     Raises:
-        ConfigError: a value of another type.
+        ConfigError: a value of another type, or an option that means nothing without another one.
     """
 
     strict: bool = True
     compile: bool | None = None
     disable: tuple[str, ...] = ()
+    precision: Precision = "checkpoint"
+    fp8_granularity: Granularity = "group"
+    fp8_skip_layers: tuple[int, ...] = (0,)
+    fp8_linears: Fp8Linears = "ffn"
 
     def __post_init__(self) -> None:
         """Check types; whether a pass of such a name exists, `optimize` says."""
@@ -70,6 +89,11 @@ class CompileConfig(_Replaceable):
             f"compile must be True, False or None, not {self.compile!r}",
         )
         object.__setattr__(self, "disable", pass_names(self.disable))
+        one_of("precision", self.precision, Precision)
+        one_of("fp8_granularity", self.fp8_granularity, Granularity)
+        one_of("fp8_linears", self.fp8_linears, Fp8Linears)
+        object.__setattr__(self, "fp8_skip_layers", layer_numbers("fp8_skip_layers", self.fp8_skip_layers))
+        check_belonging(self, FP8_BELONGS_TO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +234,7 @@ class DecodingConfig(_Replaceable):
         one_of("cache", self.cache, Cache)
         one_of("suffix", self.suffix, Suffix)
         one_of("score_layers", self.score_layers, ScoreLayers)
-        check_belonging(self)
+        check_belonging(self, BELONGS_TO)
         if self.cache == "flash" and self.eos == "block":
             raise ConfigError("cache='flash' has no blocks, so eos='block' means nothing there: use 'first' or 'none'")
         if self.cache == "flash" and self.suffix != "all":

@@ -57,7 +57,15 @@ class DeviceMismatchError(DllmCompileError, ValueError):
 
 
 class StaleWeightsError(DllmCompileError, RuntimeError):
-    """Parameters were replaced (not updated in place) after `optimize`, so the programs would use old values."""
+    """Parameters were replaced after `optimize`, or updated while FP8 copies of them are in use: old values."""
+
+
+class ReleasedWeightsError(DllmCompileError, RuntimeError):
+    """High-precision weights are needed that `optimize(model, release=True)` freed: load the model again."""
+
+
+class MissingPackageError(DllmCompileError, ImportError):
+    """An optional package is needed for what was asked; the message says how to install it."""
 
 
 class CopyError(DllmCompileError, TypeError):
