@@ -33,9 +33,9 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "k_sigma": ("suffix", ("dpad",)),
     "scale": ("suffix", ("dpad",)),
 }
-FP8_BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
-    name: ("precision", ("fp8", "auto")) for name in ("fp8_granularity", "fp8_skip_layers", "fp8_linears")
-}
+FP8_BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = dict.fromkeys(
+    ("fp8_granularity", "fp8_skip_layers", "fp8_linears"), ("precision", ("fp8", "auto"))
+)
 # Integers, and the least value of each; None where every integer will do.
 INTEGERS: dict[str, int | None] = {
     "max_new_tokens": 1,
