@@ -18,12 +18,14 @@ from . import (
     guide,
     head,
     head_confidence,
+    head_verify,
     qkv_rope_cache_write,
     rms_norm,
     rope,
     row_attention,
     row_scores,
     swiglu,
+    verify_attention,
     write_rows,
 )
 
@@ -35,12 +37,14 @@ __all__ = [
     "guide",
     "head",
     "head_confidence",
+    "head_verify",
     "qkv_rope_cache_write",
     "rms_norm",
     "rope",
     "row_attention",
     "row_scores",
     "swiglu",
+    "verify_attention",
     "write_rows",
 ]
 

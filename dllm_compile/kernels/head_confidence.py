@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,9 +42,37 @@ def head_confidence_reference(
         token: (W,) int64; the lowest id wins a tie. confidence: (W,) fp32, softmax(z) at the token. Both are
         meaningless in a row where no id is left to choose or whose logits are not finite.
     """
+    found = scan_vocabulary(x, weight, scale, mask_id, banned, seeds, temperature)
+    return found.token, found.confidence
+
+
+class Scan(NamedTuple):
+    """What one pass over the vocabulary leaves of each row; `given` is meaningful where a token was given."""
+
+    token: Tensor
+    confidence: Tensor
+    given: Tensor
+
+
+def scan_vocabulary(
+    x: Tensor,
+    weight: Tensor,
+    scale: float,
+    mask_id: int,
+    banned: Tensor,
+    seeds: Tensor | None = None,
+    temperature: Tensor | None = None,
+    given: Tensor | None = None,
+) -> Scan:
+    """Arg-max, its probability and that of a given token, holding a chunk of the logits at a time.
+
+    Args:
+        x, weight, scale, mask_id, banned, seeds, temperature: as in `head_confidence_reference`.
+        given: (W,) int64 ids in [0, V), or None.
+    """
     rows, vocabulary = x.shape[0], weight.shape[0]
     token = x.new_zeros(rows, dtype=torch.int64)
-    best, chosen = x.new_full((2, rows), -torch.inf, dtype=torch.float32)
+    best, chosen, asked = x.new_full((3, rows), -torch.inf, dtype=torch.float32)
     peak = x.new_full((rows,), _LOWEST, dtype=torch.float32)  # finite: exponents of removed ids stay -inf, never NaN
     total = x.new_zeros(rows, dtype=torch.float32)
     for begin in range(0, vocabulary, _CHUNK):
@@ -58,10 +88,14 @@ def head_confidence_reference(
         best = torch.where(better, value, best)
         token = torch.where(better, index + begin, token)
         chosen = torch.where(better, z.gather(1, index.unsqueeze(1)).squeeze(1), chosen)
+        if given is not None:
+            here = (given >= begin) & (given < begin + len(ids))
+            column = torch.where(here, given - begin, 0).unsqueeze(1)
+            asked = torch.where(here, z.gather(1, column).squeeze(1), asked)
         new_peak = torch.maximum(peak, z.amax(1))
         total = total * torch.exp(peak - new_peak) + torch.exp(z - new_peak.unsqueeze(1)).sum(1)
         peak = new_peak
-    return token, torch.exp(chosen - peak) / total
+    return Scan(token, torch.exp(chosen - peak) / total, torch.exp(asked - peak) / total)
 
 
 def _check(x: Tensor, weight: Tensor, banned: Tensor, seeds: Tensor | None, temperature: Tensor | None) -> None:

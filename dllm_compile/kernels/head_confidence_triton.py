@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of `dllm::head_confidence`; imported only where Triton is.
+"""Triton kernels of `dllm::head_confidence` and `dllm::head_verify`; imported only where Triton is.
 
 A GEMM whose epilogue keeps five numbers a row and vocabulary tile (best candidate, its id, its logit, largest logit,
 sum of exponentials) and a second kernel that merges them in a fixed order. The vocabulary is the first operand of the
-product: it then fills the 64-row side of the tensor cores' instruction however few rows x has.
+product: it then fills the 64-row side of the tensor cores' instruction however few rows x has. The logit of a given
+token lies in one tile, which alone stores it.
 """
 
 # Triton reads a kernel's annotations as code, so its arguments have none.
@@ -72,11 +73,13 @@ def tile_kernel(
     banned,
     seeds,
     temperature,
+    given,
     best,
     best_id,
     best_logit,
     peak,
     total,
+    given_logit,
     rows,
     vocabulary,
     width,
@@ -93,9 +96,13 @@ def tile_kernel(
     STAGES: tl.constexpr,
     SCALED: tl.constexpr,
     SAMPLED: tl.constexpr,
+    GIVEN: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """Logits of one tile (ids x rows) at a time and their five numbers a row, stored at [row, id tile]."""
+    """Logits of one tile (ids x rows) at a time and their five numbers a row, stored at [row, id tile].
+
+    The logit of the row's given token goes to `given_logit` [row] (both None unless GIVEN).
+    """
     for tile in tl.range(tl.program_id(0), row_tiles * id_tiles, tl.num_programs(0)):
         # Row tiles are fastest, so that the programs that share a piece of the weight run together.
         id_tile = tile // row_tiles
@@ -126,6 +133,11 @@ def tile_kernel(
         for index in range(banned_count):
             allowed = allowed & (ids != tl.load(banned + index))
         z = tl.where(allowed[:, None], z, _NEG_INF)
+        if GIVEN:
+            asked = tl.load(given + row, mask=row < rows, other=-1)
+            is_asked = ids[:, None] == asked[None, :]
+            asked_logit = tl.sum(tl.where(is_asked, z, 0.0), 0)
+            tl.store(given_logit + row, asked_logit, mask=(asked >= id_begin) & (asked < id_begin + BLOCK_IDS))
 
         candidates = z
         if SAMPLED:
@@ -147,7 +159,21 @@ def tile_kernel(
 
 
 @triton.jit
-def merge_kernel(best, best_id, best_logit, peak, total, token, confidence, vocabulary, id_tiles, BLOCK: tl.constexpr):
+def merge_kernel(
+    best,
+    best_id,
+    best_logit,
+    peak,
+    total,
+    given_logit,
+    token,
+    confidence,
+    probability,
+    vocabulary,
+    id_tiles,
+    GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One row: fold its tiles' numbers, BLOCK lanes at a time, then the lanes."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -176,6 +202,8 @@ def merge_kernel(best, best_id, best_logit, peak, total, token, confidence, voca
     row_total = tl.sum(exponentials * tl.exp(largest - row_largest), 0)
     tl.store(token + row, tl.minimum(row_id, vocabulary - 1).to(tl.int64))  # without a candidate: still an id
     tl.store(confidence + row, tl.exp(row_logit - row_largest) / row_total)
+    if GIVEN:
+        tl.store(probability + row, tl.exp(tl.load(given_logit + row) - row_largest) / row_total)
 
 
 def plan_tiles(
@@ -188,6 +216,8 @@ def plan_tiles(
     temperature: Tensor | None,
     partials: tuple[Tensor, ...],
     tiling: Tiling,
+    given: Tensor | None = None,
+    given_logit: Tensor | None = None,
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """Tiles, positional arguments and compile-time arguments of the first launch (`tile_kernel[grid](...)`)."""
     (rows, width), vocabulary = x.shape, weight.shape[0]
@@ -199,7 +229,8 @@ def plan_tiles(
         for matrix, block in ((x, tiling.rows), (weight, tiling.ids))
     )
     sizes = (rows, vocabulary, width, x.stride(0), weight.stride(0), banned.shape[0], mask_id)
-    arguments = (x, weight, x_blocks, weight_blocks, banned, seeds, temperature, *partials, *sizes, scale)
+    inputs = (x, weight, x_blocks, weight_blocks, banned, seeds, temperature, given)
+    arguments = (*inputs, *partials, given_logit, *sizes, scale)
     constants = {
         "BLOCK_ROWS": tiling.rows,
         "BLOCK_IDS": tiling.ids,
@@ -207,6 +238,7 @@ def plan_tiles(
         "STAGES": tiling.stages,
         "SCALED": scale != 1.0,
         "SAMPLED": seeds is not None,
+        "GIVEN": given is not None,
         "DESCRIBED": described,
         "num_warps": tiling.warps,
     }
@@ -232,21 +264,55 @@ def head_confidence_triton(
     Returns:
         token (W,) int64 and confidence (W,) fp32.
     """
+    token, confidence, _ = _launch_both(x, weight, scale, mask_id, banned, seeds, temperature, None, tiling)
+    return token, confidence
+
+
+def head_verify_triton(
+    x: Tensor,
+    weight: Tensor,
+    scale: float,
+    mask_id: int,
+    banned: Tensor,
+    given: Tensor,
+    tiling: Tiling | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for `head_verify_reference`: token, its probability, and the probability (W,) fp32 of `given`."""
+    token, confidence, probability = _launch_both(x, weight, scale, mask_id, banned, None, None, given, tiling)
+    assert probability is not None
+    return token, confidence, probability
+
+
+def _launch_both(
+    x: Tensor,
+    weight: Tensor,
+    scale: float,
+    mask_id: int,
+    banned: Tensor,
+    seeds: Tensor | None,
+    temperature: Tensor | None,
+    given: Tensor | None,
+    tiling: Tiling | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, vocabulary = x.shape[0], weight.shape[0]
     token = torch.empty(rows, dtype=torch.int64, device=x.device)
     confidence = torch.empty(rows, dtype=torch.float32, device=x.device)
+    probability, given_logit = (None if given is None else torch.empty_like(confidence) for _ in range(2))
     if rows == 0:
-        return token, confidence
+        return token, confidence, probability
     x, weight = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (x, weight))
     banned = banned.contiguous()
-    seeds = None if seeds is None else seeds.contiguous()
+    seeds, given = (None if one is None else one.contiguous() for one in (seeds, given))
     tiling = tiling or choose_tiling(x.dtype, rows)
     id_tiles = -(-vocabulary // tiling.ids)
     best, best_logit, peak, total = torch.empty((4, rows, id_tiles), dtype=torch.float32, device=x.device)
     best_id = torch.empty((rows, id_tiles), dtype=torch.int32, device=x.device)
     partials = (best, best_id, best_logit, peak, total)
-    tiles, arguments, constants = plan_tiles(x, weight, scale, mask_id, banned, seeds, temperature, partials, tiling)
+    tiles, arguments, constants = plan_tiles(
+        x, weight, scale, mask_id, banned, seeds, temperature, partials, tiling, given, given_logit
+    )
     programs = min(tiles, tiling.resident * _launch.processors(x.device)) if tiling.resident else tiles
     tile_kernel[(programs,)](*arguments, **constants)
-    merge_kernel[(rows,)](*partials, token, confidence, vocabulary, id_tiles, BLOCK=1024)
-    return token, confidence
+    merged = (*partials, given_logit, token, confidence, probability)
+    merge_kernel[(rows,)](*merged, vocabulary, id_tiles, GIVEN=given is not None, BLOCK=1024)
+    return token, confidence, probability

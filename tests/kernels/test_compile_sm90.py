@@ -107,5 +107,7 @@ def test_head_merge_compiles(tmp_path):
     numbers, ids = torch.empty(4, 16, 2048), torch.empty(16, 2048, dtype=torch.int32)
     partials = (numbers[0], ids, numbers[1], numbers[2], numbers[3])
     outputs = (torch.empty(16, dtype=torch.int64), torch.empty(16))
-    result = compile_kernel(head.merge_kernel, (*partials, *outputs, 126464, 1976), {"BLOCK": 1024}, tmp_path)
+    result = compile_kernel(
+        head.merge_kernel, (*partials, None, *outputs, None, 126464, 1976), {"GIVEN": False, "BLOCK": 1024}, tmp_path
+    )
     assert result.spilled == 0
