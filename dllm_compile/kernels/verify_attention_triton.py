@@ -56,14 +56,14 @@ def choose_blocks(dtype: torch.dtype, head_dim: int, tile_rows: int, programs: i
         processors: multiprocessors of the device.
     """
     rows = max(16, 1 << (tile_rows - 1).bit_length())
-    parts = max(1, min(4, processors // programs))
+    parts = max(1, min(4 if rows <= 64 else 2, processors // programs))  # merging takes registers, of tall tiles most
     if dtype == torch.float32:
+        # True fp32 products run outside the tensor cores, on operands held in registers: larger blocks spill.
         return Blocks(rows, 32 if head_dim <= 128 and rows <= 64 else 16, parts, 2, 8)
     if head_dim > 128:
-        return Blocks(rows, 32, parts, 2, 8 if rows > 64 else 4)
-    if rows > 64:
-        return Blocks(rows, 64, parts, 3, 8)
-    return Blocks(rows, 64, parts, 3, 4) if programs <= 4 * processors else Blocks(rows, 128, 1, 2, 4)
+        return Blocks(rows, 32, parts, 2, 8)
+    few = rows <= 32 or (rows <= 64 and parts == 1)
+    return Blocks(rows, 64, parts, 3, 4 if few else 8)
 
 
 @triton.jit
