@@ -29,6 +29,7 @@ LastRank = Literal["strict", "released"]
 Cache = Literal["none", "lacache", "prefix", "dual", "vicinity", "dkv", "flash"]
 Suffix = Literal["all", "dpad", "window"]
 ScoreLayers = Literal["upper", "all"]
+NewShapes = Literal["capture", "eager", "raise"]
 Precision = Literal["checkpoint", "fp8", "auto"]
 Granularity = Literal["group", "row", "tensor"]
 Fp8Linears = Literal["ffn", "all"]
@@ -68,6 +69,9 @@ class CompileConfig(_Replaceable):
         fp8_skip_layers: layers that stay in the checkpoint's precision, from 0; () for none. LaCache leaves out the
             first one.
         fp8_linears: "ffn", or "all": q, k, v and the output projection of attention as well. Never the head.
+        cuda_graphs: replay steps as CUDA graphs; buffers and graphs are then kept between calls. None: on a card.
+        new_shapes: what happens, after `warm_up`, to a step of a size that was not captured: "capture" runs it once as
+            it is and captures it when it comes back, "eager" always runs it as it is, "raise" refuses.
 
     Raises:
         ConfigError: a value of another type, or an option that means nothing without another one.
@@ -80,6 +84,8 @@ class CompileConfig(_Replaceable):
     fp8_granularity: Granularity = "group"
     fp8_skip_layers: tuple[int, ...] = (0,)
     fp8_linears: Fp8Linears = "ffn"
+    cuda_graphs: bool | None = None
+    new_shapes: NewShapes = "capture"
 
     def __post_init__(self) -> None:
         """Check types; whether a pass of such a name exists, `optimize` says."""
@@ -88,6 +94,11 @@ class CompileConfig(_Replaceable):
             self.compile is None or isinstance(self.compile, bool),
             f"compile must be True, False or None, not {self.compile!r}",
         )
+        require(
+            self.cuda_graphs is None or isinstance(self.cuda_graphs, bool),
+            f"cuda_graphs must be True, False or None, not {self.cuda_graphs!r}",
+        )
+        one_of("new_shapes", self.new_shapes, NewShapes)
         object.__setattr__(self, "disable", pass_names(self.disable))
         one_of("precision", self.precision, Precision)
         one_of("fp8_granularity", self.fp8_granularity, Granularity)
@@ -151,7 +162,8 @@ class DecodingConfig(_Replaceable):
         slots: samples decoded at the same time, the others wait in a queue; None: all of them.
         seed: sample i uses seed + i, so results do not depend on what else is in the batch.
         check_every: steps between two looks of the host at the done flags. A sample that enters a block which must be
-            begun by computing every row waits for the next look.
+            begun by computing every row waits for the next look. None: 1, or 4 where captured steps are replayed and
+            no sample waits. Tokens do not depend on it.
 
     Raises:
         ConfigError: a value of another type, a value outside its range or two options that contradict each other.
@@ -191,7 +203,7 @@ class DecodingConfig(_Replaceable):
     scale: float = 2.0
     slots: int | None = None
     seed: int = 0
-    check_every: int = 1
+    check_every: int | None = None
 
     def __post_init__(self) -> None:
         """Check types, ranges and contradictions; nothing is silently corrected."""
@@ -272,6 +284,16 @@ class DecodingConfig(_Replaceable):
     def has_blocks(self) -> bool:
         """Whether blocks are decoded one after the other; else a window slides over the masks."""
         return self.cache != "flash"
+
+    @property
+    def waits_for_looks(self) -> bool:
+        """Whether a sample that enters a block must wait until the host has looked."""
+        return self.has_blocks and (self.cache != "none" or self.suffix != "all")
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a step is decided on the device alone, so that it can be captured in a CUDA graph."""
+        return self.cache != "lacache"
 
     @property
     def number_of_blocks(self) -> int:

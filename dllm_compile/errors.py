@@ -56,6 +56,10 @@ class DeviceMismatchError(DllmCompileError, ValueError):
     """Parameters, prompts or tables lie on different devices or have mixed dtypes."""
 
 
+class UnknownShapeError(DllmCompileError):
+    """After the warm-up a step has a size that was not captured, and `new_shapes="raise"` was asked for."""
+
+
 class StaleWeightsError(DllmCompileError, RuntimeError):
     """Parameters were replaced after `optimize`, or updated while FP8 copies of them are in use: old values."""
 

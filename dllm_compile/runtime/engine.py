@@ -5,26 +5,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from ..config import DecodingConfig
 from ..errors import DllmCompileError
-from .cache import Look, cache_policy
+from .cache import Look
+from .capacity import Capacity
 from .facts import ModelFacts, stop_ids
-from .layout import Layout, Sample
+from .layout import Sample
 from .output import FinishedRow, GenerationOutput, build_output
 from .prompts import check_mask_token, check_prompts
 from .row_programs import RowPrograms
+from .session import Session, SessionPool, session_key
 from .slots import Slots
-from .state import CanvasState
-from .step import StepConstants, decode_step
 from .streamers import Streamer
-from .suffix import choose_rows, suffix_rule
 from .watch import Progress, StreamFeed
+
+# Steps between two looks, where nothing waits for one: enough to hide the looks, few enough to waste little at the end.
+_STEPS_BETWEEN_LOOKS = 4
 
 
 # Not inference mode: tensors made there can never be saved for a backward pass, and results of decoding are
@@ -37,6 +39,8 @@ def decode(
     config: DecodingConfig,
     streamer: Streamer | None = None,
     progress: bool = False,
+    cancelled: Callable[[], bool] | None = None,
+    sessions: SessionPool | None = None,
 ) -> GenerationOutput:
     """Fill the canvas of every prompt.
 
@@ -47,6 +51,8 @@ def decode(
         config: how to decode.
         streamer: shown the canvas after each step; for one prompt only.
         progress: show a bar over committed tokens.
+        cancelled: asked at every look; True ends the call with what there is.
+        sessions: where buffers and captured steps of earlier calls are kept; None makes new ones and captures nothing.
 
     Returns:
         Rows in the order of `prompts`, on the device of `programs`. What a row holds does not depend on the others.
@@ -57,74 +63,86 @@ def decode(
     """
     check_prompts(prompts, facts, config)
     started = time.perf_counter()
-    loop = _Loop(programs, facts, [prompt.cpu() for prompt in prompts], config)
-    feed = None if streamer is None else StreamFeed(streamer, loop.samples, facts, loop.stops)
-    bar = Progress(sum(sample.masks for sample in loop.samples), enabled=progress)
-    try:
-        loop.run(1 if feed is not None else config.check_every, feed, bar)
-    finally:
-        bar.close()
+    mask_id, stops = check_mask_token(facts), stop_ids(facts, config.eos_token_id)
+    samples = [Sample.plan(i, prompt.cpu(), config, mask_id) for i, prompt in enumerate(prompts)]
+    slots = Slots.of(samples, config.slots)
+    feed = None if streamer is None else StreamFeed(streamer, samples, facts, stops)
+    bar = Progress(sum(sample.masks for sample in samples), enabled=progress)
+    with borrowed_session(programs, facts, samples, slots, config, sessions) as session:
+        loop = _Loop(session, samples, slots, config)
+        try:
+            loop.run(1 if feed is not None else steps_between_looks(config, session), feed, bar, cancelled)
+        finally:
+            bar.close()
+        row_forwards = session.cache.row_forwards - loop.rows_before
     if feed is not None:
         feed.end()
     pads = (facts.pad_token_id, *facts.eos_token_id, 0)
     return build_output(
         [loop.finished[i] for i in range(len(prompts))],
-        stops=loop.stops,
+        stops=stops,
         pad_id=next(one for one in pads if one is not None),
         forwards=loop.forwards,
-        row_forwards=loop.row_forwards,
+        row_forwards=row_forwards,
         seconds=time.perf_counter() - started,
         device=programs.device,
     )
 
 
+@contextmanager
+def borrowed_session(
+    programs: RowPrograms,
+    facts: ModelFacts,
+    samples: Sequence[Sample],
+    slots: Slots,
+    config: DecodingConfig,
+    sessions: SessionPool | None,
+) -> Iterator[Session]:
+    """A session with room for `samples`, of which as many as there are free slots are decoded at a time."""
+    if sessions is None or not config.is_capturable:
+        yield Session(programs, facts, config, slots.rows)
+        return
+    capacity = Capacity.of(samples, slots.free, slots.rows, config)
+    key = session_key(config, capacity)
+    with sessions.lend(key, lambda: Session(programs, facts, config, slots.rows, capacity, sessions.new_shapes)) as one:
+        yield one
+
+
+def steps_between_looks(config: DecodingConfig, session: Session) -> int:
+    """What `check_every` asks for; None: 1, and more where steps are so short that the looks would show."""
+    if config.check_every is not None:
+        return config.check_every
+    # At the end of a block samples of most policies wait for a look.
+    return 1 if session.captured is None or config.waits_for_looks else _STEPS_BETWEEN_LOOKS
+
+
 class _Loop:
     """One call: what is decoded now, what waits, what has finished, and the counts."""
 
-    def __init__(
-        self, programs: RowPrograms, facts: ModelFacts, prompts: Sequence[Tensor], config: DecodingConfig
-    ) -> None:
-        self.programs = programs
-        self.mask_id = check_mask_token(facts)
-        self.stops = stop_ids(facts, config.eos_token_id)
-        self.constants = StepConstants.of(config, facts, programs.device)
-        self.suffix = suffix_rule(config)
-        self.samples = [Sample.plan(i, prompt, config, self.mask_id) for i, prompt in enumerate(prompts)]
-        self.slots = Slots.of(self.samples, config.slots)
-        self.cache = cache_policy(config, programs, self.slots.rows, self.mask_id)
-        self.waiting = deque(self.samples)
+    def __init__(self, session: Session, samples: Sequence[Sample], slots: Slots, config: DecodingConfig) -> None:
+        self.session = session
+        self.samples = samples
+        self.slots = slots
+        self.config = config
+        self.waiting = deque(samples)
         self.finished: dict[int, FinishedRow] = {}
         self.forwards = 0
-        first = [self.waiting.popleft() for _ in range(self.slots.free)]
-        self.layout = self._lay_out(first)
-        self.cache.begin(self.layout)
-        self.state = CanvasState.begin(self.layout, self.layout.initial_tokens(self.mask_id))
+        self.rows_before = session.cache.row_forwards
 
-    @property
-    def row_forwards(self) -> int:
-        """Rows computed."""
-        return self.cache.row_forwards
-
-    def _lay_out(self, samples: Sequence[Sample]) -> Layout:
-        return Layout.of(
-            samples,
-            mask_token_id=self.mask_id,
-            tile_rows=self.programs.tile_rows,
-            guided=self.constants.guidance is not None,
-            device=self.programs.device,
-            bases=[self.slots.base(sample) for sample in samples],
-        )
-
-    def run(self, check_every: int, feed: StreamFeed | None, bar: Progress) -> None:
+    def run(
+        self, check_every: int, feed: StreamFeed | None, bar: Progress, cancelled: Callable[[], bool] | None
+    ) -> None:
         """Step until every sample has finished. The first step after a look advances every sample, so it ends."""
-        look = Look.at_the_beginning(self.layout.samples)
+        session = self.session
+        first = [self.waiting.popleft() for _ in range(self.slots.free)]
+        look = session.start(first, [self.slots.base(sample) for sample in first], self.config)
         while True:
-            self.cache.look(self.layout, self.state, self._with_suffix(look))
+            look = session.prepare(look)
             # Each step commits a token of every sample that does not wait: more steps than masks would be idle.
             for i in range(min(check_every, max(look.masks, default=1))):
-                decode_step(self.cache, self.constants, self.layout, self.state, refreshing=i == 0)
-                self.forwards += self.constants.forwards_per_step
-            done, seen = self._look()
+                session.step(refreshing=i == 0)
+                self.forwards += session.constants.forwards_per_step
+            done, seen = session.look()
             if any(a == b for a, b in zip(look.masks, seen.masks, strict=True)):
                 raise DllmCompileError(
                     "Decoding does not advance: the model proposed its own mask token, or its logits hold no finite "
@@ -132,57 +150,46 @@ class _Loop:
                 )
             bar.show(sum(seen.masks) + sum(sample.masks for sample in self.waiting))
             if feed is not None:
-                feed.step(self.state.tokens[:-1].cpu(), seen.block[0], done=done[0])
+                feed.step(session.state.tokens[: self.samples[0].length].cpu(), seen.block[0], done=done[0])
+            if cancelled is not None and cancelled():
+                self._give_up(seen)
+                return
             look = self._replace(done, seen) if any(done) else seen
             if not look.due:
                 return
-
-    def _with_suffix(self, look: Look) -> Look:
-        """Choose which masks exist in blocks that begin now."""
-        if self.suffix is None or not any(look.due):
-            return look
-        choose_rows(self.suffix, self.layout, self.state, self.mask_id)
-        return replace(look, kept=tuple(self.state.kept.tolist()))
-
-    def _look(self) -> tuple[list[bool], Look]:
-        """What the host reads between steps, all at once: the done flags, and what policies must know."""
-        state, layout = self.state, self.layout
-        flags = torch.stack((state.tokens[: layout.rows] == self.mask_id, state.fresh[: layout.rows]))
-        counts = flags.new_zeros((2, len(layout.samples)), dtype=torch.int64)
-        counts.scatter_add_(1, layout.sample_of_row.expand(2, -1), flags.long())
-        table = torch.cat((torch.stack((state.done.long(), state.due.long(), state.block, state.kept)), counts))
-        done, due, block, kept, masks, fresh = table.tolist()
-        look = Look(
-            block=tuple(block), due=tuple(map(bool, due)), kept=tuple(kept), masks=tuple(masks), fresh=tuple(fresh)
-        )
-        return list(map(bool, done)), look
 
     def _replace(self, done: Sequence[bool], look: Look) -> Look:
         """Take finished samples out and let others in; the look at what is decoded now."""
         self._harvest([i for i, flag in enumerate(done) if flag])
         keep = [i for i, flag in enumerate(done) if not flag]
         joined = [self.waiting.popleft() for _ in range(min(self.slots.free, len(self.waiting)))]
-        look = look.of(keep) + Look.at_the_beginning(joined)
-        if look.due:
-            # Rows move, but a sample's positions, counts and cache rows stay what they are.
-            layout = self._lay_out([*(self.layout.samples[i] for i in keep), *joined])
-            self.state = self.state.carried(self.layout, keep, layout, layout.initial_tokens(self.mask_id))
-            self.layout = layout
-            self.cache.begin(layout, keep)
-        return look
+        if not (keep or joined):
+            return look.of(keep)
+        stay = [self.session.layout.samples[i] for i in keep]
+        bases = [self.slots.base(sample) for sample in (*stay, *joined)]
+        return self.session.go_on(keep, look, joined, bases)
 
     def _harvest(self, ended: Sequence[int]) -> None:
-        state = self.state
+        session, state = self.session, self.session.state
         tokens, blocks, steps, ends = state.tokens.cpu(), state.block.tolist(), state.steps.tolist(), state.end.tolist()
         for i in ended:
-            sample, offset = self.layout.samples[i], self.layout.offsets[i]
+            sample, offset = session.layout.samples[i], session.layout.offsets[i]
             last = sample.span(blocks[i])[1]
-            if not self.constants.fills_at_once:
+            if not session.constants.fills_at_once:
                 last = min(last, ends[i])
             self.finished[sample.index] = FinishedRow(
                 tokens=tokens[offset : offset + sample.length].clone(),
                 prompt_length=len(sample.prompt),
                 decoded=last - len(sample.prompt),
-                forwards=steps[i] * self.constants.forwards_per_step,
+                forwards=steps[i] * session.constants.forwards_per_step,
             )
             self.slots.release(sample)
+
+    def _give_up(self, look: Look) -> None:
+        """Hand out every sample as it is; those that have not begun consist of masks."""
+        self._harvest(range(len(look.due)))
+        mask_id = self.session.constants.mask_token_id
+        for sample in self.waiting:
+            tokens = torch.full((sample.length,), mask_id)
+            tokens[: len(sample.prompt)] = sample.prompt
+            self.finished[sample.index] = FinishedRow(tokens, len(sample.prompt), decoded=0, forwards=0)

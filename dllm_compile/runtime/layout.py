@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..config import DecodingConfig
+
+if TYPE_CHECKING:
+    from .capacity import Capacity
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,15 @@ class Layout:
 
     With guidance the forward runs over 2R rows: the conditional rows, then the same again with prompts masked.
 
+    With a capacity the tensors have one size whatever samples there are: behind the samples come places without one,
+    the last of which has the rows that are left over (never none). They exist nowhere else: their tokens are no masks,
+    they are done from the beginning, and nothing sees them.
+
     Attributes:
         samples: the samples, in the order of their rows.
         offsets: first row of each sample.
-        rows: R.
+        rows: R, left over ones included.
+        exists: (S,) bool, whether there is a sample; S counts the places without one.
         guided: whether there is an unconditional half.
         positions: (R,) int64, canvas position.
         sample_of_row: (R,) int64.
@@ -82,6 +91,7 @@ class Layout:
     offsets: tuple[int, ...]
     rows: int
     guided: bool
+    exists: Tensor
     positions: Tensor
     sample_of_row: Tensor
     given: Tensor
@@ -106,15 +116,31 @@ class Layout:
         guided: bool,
         device: torch.device,
         bases: Sequence[int] | None = None,
+        capacity: Capacity | None = None,
     ) -> Layout:
-        """Lay out `samples` in the given order; `bases` are their first cache rows, by default their own rows."""
-        lengths = torch.tensor([sample.length for sample in samples])
+        """Lay out `samples` in the given order.
+
+        Args:
+            samples: at least one.
+            mask_token_id: id of a masked position.
+            tile_rows: most query rows of a tile; None gives one tile a sample.
+            guided: with an unconditional half.
+            device: where the tensors lie.
+            bases: first cache row of each sample, by default its own first row.
+            capacity: sizes of the tensors; None: those that the samples need.
+        """
+        taken = [sample.length for sample in samples]
+        places = len(samples) if capacity is None else capacity.samples + 1
+        rows = sum(taken) if capacity is None else capacity.rows
+        unused = [0] * (places - len(samples))
+        if unused:
+            unused[-1] = rows - sum(taken)
+        lengths = torch.tensor(taken + unused)
         start = lengths.cumsum(0) - lengths
-        offsets = tuple(start.tolist())
-        rows = int(lengths.sum())
-        sample_of_row = torch.repeat_interleave(torch.arange(len(samples)), lengths)
+        offsets = tuple(start[: len(samples)].tolist())
+        sample_of_row = torch.repeat_interleave(torch.arange(places), lengths)
         positions = torch.arange(rows) - start[sample_of_row]
-        tiles = tile_table(lengths, tile_rows)
+        tiles = tile_table(lengths, tile_rows, seeing=len(samples), size=None if capacity is None else places)
         if guided:
             tiles = torch.cat([tiles, tiles + rows])
         given = torch.zeros(rows, dtype=torch.bool)
@@ -125,17 +151,18 @@ class Layout:
             offsets=offsets,
             rows=rows,
             guided=guided,
+            exists=(torch.arange(places) < len(samples)).to(device),
             positions=positions.to(device),
             sample_of_row=sample_of_row.to(device),
             given=given.to(device),
             start=start.to(device),
             lengths=lengths.to(device),
-            index=torch.tensor([sample.index for sample in samples], device=device),
-            prompt_length=torch.tensor([len(sample.prompt) for sample in samples], device=device),
-            n_blocks=torch.tensor([len(sample.blocks) for sample in samples], device=device),
-            plan=block_plan(samples, offsets).to(device),
-            spans=block_spans(samples).to(device),
-            base=torch.tensor(offsets if bases is None else list(bases), device=device),
+            index=_filled([sample.index for sample in samples], places).to(device),
+            prompt_length=_filled([len(sample.prompt) for sample in samples], places).to(device),
+            n_blocks=_filled([len(sample.blocks) for sample in samples], places).to(device),
+            plan=block_plan(samples, offsets, capacity).to(device),
+            spans=block_spans(samples, capacity).to(device),
+            base=_filled(offsets if bases is None else bases, places).to(device),
             tiles=tiles.to(device),
             forward_positions=(torch.cat([positions, positions]) if guided else positions).to(device),
         )
@@ -146,9 +173,9 @@ class Layout:
         return span[:, 0], span[:, 1]
 
     @property
-    def longest(self) -> int:
-        """Rows of the longest sample."""
-        return max(sample.length for sample in self.samples)
+    def places(self) -> int:
+        """S: samples, and places without one."""
+        return self.start.shape[0]
 
     @property
     def forward_rows(self) -> int:
@@ -156,19 +183,27 @@ class Layout:
         return 2 * self.rows if self.guided else self.rows
 
     def initial_tokens(self, mask_token_id: int) -> Tensor:
-        """(R,) int64 on the device: each prompt followed by masks."""
-        tokens = torch.full((self.rows,), mask_token_id, dtype=torch.int64)
+        """(R,) int64 on the device: each prompt followed by masks; rows of no sample hold another id."""
+        tokens = torch.full((self.rows,), int(mask_token_id == 0), dtype=torch.int64)
         for sample, offset in zip(self.samples, self.offsets, strict=True):
             tokens[offset : offset + len(sample.prompt)] = sample.prompt
+            tokens[offset + len(sample.prompt) : offset + sample.length] = mask_token_id
         return tokens.to(self.positions.device)
 
 
-def tile_table(lengths: Tensor, tile_rows: int | None) -> Tensor:
+def _filled(values: Sequence[int], places: int) -> Tensor:
+    return torch.tensor([*values, *([0] * (places - len(values)))])
+
+
+def tile_table(lengths: Tensor, tile_rows: int | None, *, seeing: int | None = None, size: int | None = None) -> Tensor:
     """(n, 4) int32 [q_begin, q_end, k_begin, k_end): every row of a sample sees the whole sample.
 
     Args:
         lengths: (S,) int64, rows of each sample.
         tile_rows: most query rows of a tile; None gives one tile a sample.
+        seeing: samples behind this many see nothing; None: all see their own keys.
+        size: most samples that a table of this total length may have; it is then filled up to the tiles these could
+            need with tiles that have no rows. None leaves it as short as it is.
     """
     ends = lengths.cumsum(0)
     starts = ends - lengths
@@ -178,23 +213,37 @@ def tile_table(lengths: Tensor, tile_rows: int | None) -> Tensor:
     tile = torch.arange(len(sample)) - (per_sample.cumsum(0) - per_sample)[sample]
     begin = starts[sample] + tile * step
     end = torch.minimum(begin + step, ends[sample])
-    return torch.stack([begin, end, starts[sample], ends[sample]], dim=1).to(torch.int32)
+    k_begin, k_end = starts[sample], ends[sample]
+    if seeing is not None:
+        k_end = torch.where(sample < seeing, k_end, k_begin)
+    tiles = torch.stack([begin, end, k_begin, k_end], dim=1).to(torch.int32)
+    if size is None:
+        return tiles
+    rows = int(lengths.sum())
+    most = size if tile_rows is None else rows // step + size
+    return torch.cat((tiles, tiles.new_full((most - len(tiles), 4), rows)))
 
 
-def block_plan(samples: Sequence[Sample], offsets: Sequence[int]) -> Tensor:
+def block_plan(samples: Sequence[Sample], offsets: Sequence[int], capacity: Capacity | None = None) -> Tensor:
     """(S, n, w) int64: flat rows of each sample's blocks, padded with -1."""
     most = max(len(sample.blocks) for sample in samples)
     width = max(len(block) for sample in samples for block in sample.blocks)
-    plan = torch.full((len(samples), most, width), -1)
+    size = (len(samples), most, width)
+    if capacity is not None:
+        size = (capacity.samples + 1, capacity.blocks, capacity.width)
+    plan = torch.full(size, -1)
     for i, (sample, offset) in enumerate(zip(samples, offsets, strict=True)):
         for k, block in enumerate(sample.blocks):
             plan[i, k, : len(block)] = block + offset
     return plan
 
 
-def block_spans(samples: Sequence[Sample]) -> Tensor:
+def block_spans(samples: Sequence[Sample], capacity: Capacity | None = None) -> Tensor:
     """(S, n, 2) int64: first and end canvas position of each block, padded with 0."""
-    spans = torch.zeros((len(samples), max(len(sample.blocks) for sample in samples), 2), dtype=torch.int64)
+    size = (len(samples), max(len(sample.blocks) for sample in samples))
+    if capacity is not None:
+        size = (capacity.samples + 1, capacity.blocks)
+    spans = torch.zeros((*size, 2), dtype=torch.int64)
     for i, sample in enumerate(samples):
         for k in range(len(sample.blocks)):
             spans[i, k] = torch.tensor(sample.span(k))

@@ -57,22 +57,21 @@ class CanvasState:
     def begin(cls, layout: Layout, tokens: Tensor) -> CanvasState:
         """The state before the first step; `tokens` (R,) int64."""
         zeros = torch.zeros_like(layout.start)
-        flags = torch.zeros_like(zeros, dtype=torch.bool)
         tokens = torch.cat([tokens, tokens.new_zeros(1)])
         return cls(
             tokens=tokens,
             fresh=torch.zeros_like(tokens, dtype=torch.bool),
-            keep=torch.ones_like(layout.given),
+            keep=layout.exists[layout.sample_of_row],
             rank=layout.positions.clone(),
-            kept=layout.lengths.clone(),
+            kept=layout.lengths * layout.exists,
             block=zeros.clone(),
             masks_at_start=(layout.plan[:, 0] >= 0).sum(-1),
             step_in_block=zeros.clone(),
             steps=zeros.clone(),
             age=zeros.clone(),
             end=torch.full_like(zeros, NO_END),
-            due=~flags,
-            done=flags,
+            due=layout.exists.clone(),
+            done=~layout.exists,
         )
 
     def carried(self, layout: Layout, keep: Sequence[int], to: Layout, tokens: Tensor) -> CanvasState:

@@ -99,6 +99,21 @@ class StepConstants:
         return 1 if self.guidance is None else 2
 
 
+def write_look(table: Tensor, state: CanvasState, layout: Layout, mask_token_id: int) -> None:
+    """Gather what the host reads between steps, so that it reads once.
+
+    Args:
+        table: (6, S) int64, written: done, due, block, kept rows, masked rows, fresh rows of each sample.
+        state: after a step.
+        layout: where the rows lie.
+        mask_token_id: id of a masked position.
+    """
+    for row, value in enumerate((state.done, state.due, state.block, state.kept)):
+        table[row].copy_(value)
+    flags = torch.stack((state.tokens[: layout.rows] == mask_token_id, state.fresh[: layout.rows]))
+    table[4:].zero_().scatter_add_(1, layout.sample_of_row.expand(2, -1), flags.long())
+
+
 @dataclass(frozen=True)
 class _Block:
     """The current block of each sample before the forward; (S, w) tensors, see `BlockView`."""

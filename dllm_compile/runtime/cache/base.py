@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,9 @@ class CachePolicy(ABC):
     tracks_commits = False
     """Whether `CanvasState.fresh` is kept up to date."""
 
+    bucket: Callable[[int], int] = staticmethod(int)
+    """From a number of rows to one at least as large for which there may be a captured step."""
+
     # Hooks that a policy may leave as they are.
 
     def begin(self, layout: Layout, kept: Sequence[int] = ()) -> None:  # noqa: B027
@@ -71,6 +74,23 @@ class CachePolicy(ABC):
 
     def look(self, layout: Layout, state: CanvasState, look: Look) -> None:  # noqa: B027
         """Prepare the steps up to the next look, the first of which is refreshing."""
+
+    def shapes(self, *, refreshing: bool) -> Hashable:
+        """What tells the next step from others of the same layout: its sizes, and every choice made on the host.
+
+        None where a step cannot be captured: it does things on the host that a replay would leave out.
+        """
+        return None
+
+    def sizes(self, layout: Layout) -> list[tuple[bool, int]]:
+        """Steps that decoding the samples of `layout` is likely to ask for: (refreshing, rows), the largest first."""
+        return [(True, 0), (False, 0)]
+
+    def resize(self, rows: int) -> None:  # noqa: B027
+        """Make the next step one of `rows` rows, instead of what the last look asked for."""
+
+    def stepped(self, layout: Layout) -> None:  # noqa: B027
+        """Do on the host what follows a step, which may have been a replay."""
 
     def columns(self, masked: Tensor) -> Tensor | None:
         """Candidates among the columns (S, w) of the current block: (S, m) int64 ascending; None for all of them."""

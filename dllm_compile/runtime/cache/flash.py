@@ -122,7 +122,7 @@ class FlashCache(RowSubset):
         masked, of_row = self._masked(layout, state), layout.sample_of_row
         rank = rank_in_sample(masked, layout.start, of_row)
         inside = masked & (rank < self._window) & (picked.counts > 0)[of_row]
-        samples, width = len(layout.samples), max(min(self._window, layout.longest), 2)
+        samples, width = layout.places, max(min(self._window, layout.rows), 2)
         spare = samples * width
         window = torch.full((spare + width,), -1, dtype=torch.int64, device=rank.device)
         window.scatter_(0, torch.where(inside, of_row * width + rank, spare), torch.where(inside, picked.place, -1))

@@ -75,7 +75,28 @@ class RowSubset(CachePolicy):
         """Bound the rows of the next steps."""
         plain = look.kept if self.always else self._most(layout, look)
         first = [kept if due else most for kept, due, most in zip(look.kept, look.due, plain, strict=True)]
-        self._sizes = (sum(first), sum(plain))
+        self._sizes = (self.bucket(sum(first)), self.bucket(sum(plain)))
+
+    def shapes(self, *, refreshing: bool) -> int:
+        """See `CachePolicy.shapes`."""
+        return self._sizes[0] if refreshing else self._sizes[1]
+
+    def sizes(self, layout: Layout) -> list[tuple[bool, int]]:
+        """See `CachePolicy.sizes`: all samples begin, one begins while the others go on, and none does."""
+        every = [sample.length for sample in layout.samples]
+        if self.always:
+            return [(True, self.bucket(sum(every))), (False, self.bucket(sum(every)))]
+        most = [
+            max(min(sample.length, self.most(sample, block, sample.masks, 0)) for block in range(len(sample.blocks)))
+            for sample in layout.samples
+        ]
+        first = {self.bucket(sum(every)), *(self.bucket(sum(most) - a + b) for a, b in zip(most, every, strict=True))}
+        plain = {self.bucket(rows) for rows in range(1, sum(most) + 1)}
+        return [*((True, rows) for rows in sorted(first, reverse=True)), *((False, n) for n in sorted(plain)[::-1])]
+
+    def resize(self, rows: int) -> None:
+        """See `CachePolicy.resize`."""
+        self._sizes = (rows, rows)
 
     def _most(self, layout: Layout, look: Look) -> tuple[int, ...]:
         known = zip(layout.samples, look.block, look.masks, look.fresh, strict=True)
@@ -93,7 +114,7 @@ class RowSubset(CachePolicy):
     ) -> tuple[Tensor, Tensor]:
         """See `CachePolicy.step`."""
         picked = self._pick(layout, state, refreshing)
-        self._computed += picked.counts.sum() * (2 if layout.guided else 1)
+        self._computed.add_(picked.counts.sum() * (2 if layout.guided else 1))
         size, guided = len(picked.rows), layout.guided
         place = layout.base[layout.sample_of_row] + state.rank
         rows, cache_rows = picked.rows, torch.where(picked.real, place[picked.rows], self._spare(guided))
@@ -127,8 +148,8 @@ class RowSubset(CachePolicy):
             if refreshing:
                 chosen = chosen | state.due[layout.sample_of_row]
             chosen = chosen & state.keep
-        size = self._sizes[0] if refreshing else self._sizes[1]
-        return pick_rows(chosen & active[layout.sample_of_row], layout.sample_of_row, len(layout.samples), size)
+        size = self.shapes(refreshing=refreshing)
+        return pick_rows(chosen & active[layout.sample_of_row], layout.sample_of_row, layout.places, size)
 
     def _spare(self, guided: bool) -> int:
         """The cache row into which padding writes."""

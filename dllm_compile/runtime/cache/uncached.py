@@ -26,8 +26,15 @@ class Uncached(CachePolicy):
         self, inputs: StepInputs, layout: Layout, state: CanvasState, *, refreshing: bool = True
     ) -> tuple[Tensor, Tensor]:
         """One forward over all rows."""
-        self._computed += layout.forward_rows
         return self._programs.step(inputs)
+
+    def shapes(self, *, refreshing: bool) -> int:
+        """See `CachePolicy.shapes`: always the same."""
+        return 0
+
+    def stepped(self, layout: Layout) -> None:
+        """Count the rows."""
+        self._computed += sum(sample.length for sample in layout.samples) * (2 if layout.guided else 1)
 
     @property
     def row_forwards(self) -> int:
@@ -40,12 +47,13 @@ class UncachedPruned(CachePolicy):
 
     def __init__(self, programs: RowPrograms) -> None:
         self._programs = programs
-        self._size = 0
+        self._kept = self._size = 0
         self._computed = 0
 
     def look(self, layout: Layout, state: CanvasState, look: Look) -> None:
         """Count the rows of the next steps."""
-        self._size = sum(look.kept)
+        self._kept = sum(look.kept)
+        self._size = self.bucket(self._kept)
 
     def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
         """At block starts."""
@@ -56,8 +64,7 @@ class UncachedPruned(CachePolicy):
     ) -> tuple[Tensor, Tensor]:
         """One forward over the kept rows, of waiting samples too."""
         size = self._size
-        self._computed += size * (2 if layout.guided else 1)
-        picked = pick_rows(state.keep, layout.sample_of_row, len(layout.samples), size)
+        picked = pick_rows(state.keep, layout.sample_of_row, layout.places, size)
         tiles = tiles_of(picked, picked.starts, picked.starts + picked.counts, self._programs.tile_rows)
         rows, wanted = picked.rows, picked.place[inputs.wanted]
         if layout.guided:
@@ -71,6 +78,22 @@ class UncachedPruned(CachePolicy):
             unconditional=wanted + size if layout.guided else None,
         )
         return self._programs.step(reduced)
+
+    def shapes(self, *, refreshing: bool) -> int:
+        """See `CachePolicy.shapes`."""
+        return self._size
+
+    def sizes(self, layout: Layout) -> list[tuple[bool, int]]:
+        """See `CachePolicy.sizes`. How many rows later blocks keep shows in time."""
+        return [(True, self._size), (False, self._size)]
+
+    def resize(self, rows: int) -> None:
+        """See `CachePolicy.resize`."""
+        self._size = rows
+
+    def stepped(self, layout: Layout) -> None:
+        """Count the rows."""
+        self._computed += self._kept * (2 if layout.guided else 1)
 
     @property
     def row_forwards(self) -> int:

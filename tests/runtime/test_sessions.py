@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers with room to spare, used again and again: same tokens, same counts, same addresses."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from dllm_compile.config import DecodingConfig
+from dllm_compile.runtime.capacity import Capacity, bucket
+from dllm_compile.runtime.engine import decode
+from dllm_compile.runtime.layout import Layout, Sample
+from dllm_compile.runtime.session import SessionPool, session_key
+from dllm_compile.runtime.state import CanvasState
+from dllm_compile.runtime.warm_up import warm_up
+
+from .policies import POLICIES
+from .tiny import FACTS, MASK, CachedPrograms, TinyModel, prompts_of
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return TinyModel(seed=2, eos_bias=3.0, layers=3)
+
+
+CASES = {"none": {}, "none, cfg": {"cfg_scale": 0.7}, **POLICIES}
+
+
+def same(one, other) -> None:
+    assert torch.equal(one.sequences, other.sequences)
+    for figure in ("forwards", "forwards_per_row", "row_forwards", "answer_tokens_per_row", "canvas_tokens"):
+        assert getattr(one.stats, figure) == getattr(other.stats, figure), figure
+
+
+@pytest.mark.parametrize("tile_rows", [None, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_a_session_that_is_used_again_gives_what_a_new_one_gives(model, case, tile_rows):
+    """Other prompts, other lengths, other seeds; G4: neither the buffers' size nor what they held before matters."""
+    pool = SessionPool()
+    config = DecodingConfig(**{"max_new_tokens": 14, "block_length": 6, "threshold": 0.5, **CASES[case]})
+    programs = CachedPrograms(model, tile_rows)
+    for lengths, seed in (((3, 11), 1), ((12, 2), 2), ((7, 7), 3), ((1, 40), 4), ((40, 1), 5), ((5,), 6)):
+        prompts = prompts_of(*lengths, seed=seed)
+        of_call = config.replace(seed=seed)
+        same(
+            decode(programs, FACTS, prompts, of_call, sessions=pool),
+            decode(CachedPrograms(model, tile_rows), FACTS, prompts, of_call),
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"commit": "quota"}, {"eos": "none"}], ids=str)
+@pytest.mark.parametrize("cache", ["none", "dual", "flash"])
+def test_a_queue_through_a_session(model, cache, options):
+    """Samples join and leave while the buffers stay."""
+    prompts = prompts_of(*(1 + 5 * i % 13 for i in range(9)), seed=3)
+    config = DecodingConfig(max_new_tokens=18, block_length=6, cache=cache, slots=3, **options)
+    pool = SessionPool()
+    for _ in range(2):
+        same(
+            decode(CachedPrograms(model), FACTS, prompts, config, sessions=pool),
+            decode(CachedPrograms(model), FACTS, prompts, config),
+        )
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dkv", "flash"])
+def test_nothing_moves(model, cache):
+    """What a captured step reads and writes stays at one address, through joining, leaving and the next call."""
+    pool, config = SessionPool(), DecodingConfig(max_new_tokens=12, block_length=6, threshold=0.5, cache=cache, slots=2)
+    held = set()
+    for seed in range(3):
+        decode(CachedPrograms(model), FACTS, prompts_of(3, 9, 4, 6, 1, seed=seed), config, sessions=pool)
+        (session,) = (one for idle in pool._idle.values() for one in idle)
+        caches = session.cache.caches(False).values() if hasattr(session.cache, "caches") else ()
+        held.add(tuple(tensor.data_ptr() for tensor in (*session._held.values(), *caches)))
+        names = {name.split(".")[0] for name in session._held}
+        assert names == {"Layout", "CanvasState", "look"}
+    assert len(held) == 1
+
+
+def test_sizes_of_steps_are_buckets(model):
+    """With room to spare the rows of a step are rounded up, so that few sizes occur."""
+    config = DecodingConfig(max_new_tokens=60, threshold=0.5, cache="flash", lookahead=9, track=11, eos="none")
+    programs, pool = CachedPrograms(model), SessionPool()
+    for seed in range(3):
+        decode(programs, FACTS, prompts_of(4 + seed, 9, seed=seed), config, sessions=pool)
+    sizes = {len(call.ids) for call in programs.calls}
+    assert all(size == bucket(size) for size in sizes)
+    assert len(sizes) < 10
+
+
+def test_buckets():
+    for rows in range(1, 6000):
+        assert rows <= bucket(rows) <= max(rows + 15, rows * 5 / 4)
+        assert bucket(bucket(rows)) == bucket(rows)
+
+
+def test_places_without_a_sample_are_done_and_unseen():
+    config = DecodingConfig(max_new_tokens=6, block_length=3)
+    samples = [Sample.plan(i, prompt, config, MASK) for i, prompt in enumerate(prompts_of(2, 5))]
+    capacity = Capacity(samples=4, rows=64, blocks=3, width=4)
+    layout = Layout.of(
+        samples, mask_token_id=MASK, tile_rows=8, guided=True, device=torch.device("cpu"), capacity=capacity
+    )
+    state = CanvasState.begin(layout, layout.initial_tokens(MASK))
+    assert layout.places == 5
+    assert layout.plan.shape == (5, 3, 4)
+    assert layout.lengths.tolist() == [8, 11, 0, 0, 45]
+    assert layout.exists.tolist() == [True, True, False, False, False]
+    assert state.done.tolist() == [False, False, True, True, True]
+    assert not state.due[2:].any()
+    assert not state.keep[19:].any()
+    assert state.kept.tolist() == [8, 11, 0, 0, 0]
+    assert int((state.tokens[: layout.rows] == MASK).sum()) == 12
+    covered = torch.zeros(128, dtype=torch.int64)
+    for q_begin, q_end, k_begin, k_end in layout.tiles.tolist():
+        covered[q_begin:q_end] += 1
+        if q_begin % 64 >= 19:
+            assert k_begin >= k_end
+        elif q_begin < q_end:
+            assert k_end - k_begin in (8, 11)
+    assert covered.tolist() == [1] * 128
+
+
+def test_two_calls_at_the_same_time_have_sessions_of_their_own(model):
+    config = DecodingConfig(max_new_tokens=18, block_length=6, threshold=0.5, cache="flash", eos="none")
+    pool = SessionPool()
+    prompts = [prompts_of(3, 9, seed=seed) for seed in range(4)]
+    expected = [decode(CachedPrograms(model), FACTS, pair, config).sequences for pair in prompts]
+    results: dict[int, list[torch.Tensor]] = {i: [] for i in range(4)}
+
+    def work(i: int) -> None:
+        for _ in range(4):
+            results[i].append(decode(CachedPrograms(model), FACTS, prompts[i], config, sessions=pool).sequences)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, found in results.items():
+        assert len(found) == 4
+        assert all(torch.equal(one, expected[i]) for one in found)
+
+
+def test_a_pool_keeps_few_sessions_and_gives_them_up():
+    made = []
+
+    def make():
+        made.append(object())
+        return made[-1]
+
+    pool = SessionPool(keep=2)
+    for key in ("a", "b", "a", "c", "a", "b"):
+        with pool.lend(key, make):
+            pass
+    assert len(made) == 4  # a, b, c, and b again: it was the one not used for longest when c came
+    with pytest.raises(RuntimeError), pool.lend("a", make):
+        raise RuntimeError
+    with pool.lend("a", make):
+        pass
+    assert len(made) == 5  # after an error its buffers are not used again
+    pool.clear()
+    with pool.lend("a", make), pool.lend("a", make):
+        pass
+    assert len(made) == 7
+
+
+def test_what_differs_between_calls_is_not_in_the_key():
+    capacity = Capacity(1, 64, 1, 8)
+    config = DecodingConfig(cache="flash", threshold=0.9)
+    same_session = {"seed": 3, "max_new_tokens": 7, "slots": 2, "check_every": 5}
+    for name, value in same_session.items():
+        assert session_key(config, capacity) == session_key(config.replace(**{name: value}), capacity)
+    for name, value in {"threshold": 0.8, "track": 5, "temperature": 0.5, "eos": "none"}.items():
+        assert session_key(config, capacity) != session_key(config.replace(**{name: value}), capacity)
+    quota = DecodingConfig(steps=4, max_new_tokens=128)
+    assert session_key(quota, capacity) != session_key(quota.replace(max_new_tokens=64), capacity)
+
+
+@pytest.mark.parametrize("cache", ["none", "dual", "flash"])
+def test_cancelling_hands_out_what_there_is(model, cache):
+    prompts = prompts_of(3, 9, 4, 6, seed=3)
+    config = DecodingConfig(max_new_tokens=12, block_length=6, cache=cache, slots=2, eos="none", check_every=1)
+    looks = iter([False, False, True])
+    output = decode(CachedPrograms(model), FACTS, prompts, config, cancelled=lambda: next(looks))
+    whole = decode(CachedPrograms(model), FACTS, prompts, config)
+    assert output.stats.forwards == 3
+    assert output.stats.forwards_per_row == (3, 3, 0, 0)
+    for i, found in enumerate(output.sequences.tolist()):
+        masks = 9 if i < 2 else 12
+        assert found.count(MASK) == masks
+        assert all(token in (MASK, final) for token, final in zip(found, whole.sequences[i].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_warm_up_changes_nothing(model, case):
+    """It runs steps of every size it names, on samples that are done."""
+    config = DecodingConfig(**{"max_new_tokens": 14, "block_length": 6, "threshold": 0.5, "slots": 2, **CASES[case]})
+    pool, programs = SessionPool(), CachedPrograms(model)
+    done = warm_up(programs, FACTS, [3, 11, 5], config, pool)
+    assert done.seconds > 0
+    assert len(programs.calls) >= 2
+    prompts = prompts_of(5, 3, 9, seed=4)
+    same(
+        decode(programs, FACTS, prompts, config, sessions=pool),
+        decode(CachedPrograms(model), FACTS, prompts, config),
+    )
+
+
+@pytest.mark.parametrize("case", ["none", *(name for name in POLICIES if "dpad" not in name and "window" not in name)])
+def test_a_warm_up_names_every_size_of_a_batch(model, case):
+    """Without a queue no step has a size that was not rehearsed."""
+    config = DecodingConfig(**{"max_new_tokens": 14, "block_length": 6, "threshold": 0.5, "eos": "none", **CASES[case]})
+    pool, programs = SessionPool(), CachedPrograms(model)
+    warm_up(programs, FACTS, [3, 11], config, pool)
+    rehearsed = {len(call.ids) for call in programs.calls}
+    programs.calls.clear()
+    decode(programs, FACTS, prompts_of(3, 11, seed=4), config, sessions=pool)
+    assert {len(call.ids) for call in programs.calls} <= rehearsed
