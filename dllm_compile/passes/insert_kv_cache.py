@@ -34,7 +34,7 @@ def cache_names(layers: int) -> tuple[str, ...]:
     return tuple(f"{kind}_cache_{layer}" for layer in range(layers) for kind in ("k", "v"))
 
 
-def _packed(attention: Node) -> tuple[Node, Node, Node, Node] | None:
+def packed_projection(attention: Node) -> tuple[Node, Node, Node, Node] | None:
     """(packed projection, cos, sin, positions) when q, k and v are its rotated and plain parts in order."""
     q, k, v = attention.args[:3]
     rope = torch.ops.dllm.rope.default
@@ -75,7 +75,7 @@ def insert_kv_cache(gm: GraphModule, scored: Sequence[int]) -> Outcome:
             with mode:
                 value = key.new_empty((scores.meta["val"].shape[0], *key.shape[1:]))
             caches.append(add_input(gm, f"{kind}_cache_{layer}", value))
-        packed = _packed(attention)
+        packed = packed_projection(attention)
         if packed is not None:
             heads = (int(q.meta["val"].shape[1]), int(key.shape[1]))  # type: ignore[union-attr]
             args = (*packed, cache_rows, *caches, *heads)

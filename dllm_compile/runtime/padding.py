@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # A number for each row of the step, or for each of some of its rows.
-_VECTORS = frozenset({"ids", "positions", "cache_rows", "wanted", "seeds", "unconditional", "block_rows"})
+_VECTORS = frozenset({"ids", "positions", "cache_rows", "wanted", "seeds", "unconditional", "block_rows", "given"})
 
 
 def at_least_two(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from ..errors import ConfigError, PassError
 from ..passes.graph import attribute, find, output_node, share
 from .programs import Program
-from .row_programs import CacheInputs, LaCacheInputs, StepInputs
+from .row_programs import CacheInputs, LaCacheInputs, StepInputs, VerifyInputs
 from .shape import ModelShape
 
 
@@ -70,6 +70,10 @@ class RectangularPrograms:
         raise ConfigError("an attention of this model was left as it was, so no cache can be used: set cache='none'")
 
     def cached_step(self, inputs: StepInputs, cache: CacheInputs) -> tuple[Tensor, Tensor]:
+        """Not reached: `shape` refuses first."""
+        raise ConfigError("an attention of this model was left as it was, so no cache can be used: set cache='none'")
+
+    def verify_step(self, inputs: StepInputs, verify: VerifyInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Not reached: `shape` refuses first."""
         raise ConfigError("an attention of this model was left as it was, so no cache can be used: set cache='none'")
 

@@ -82,6 +82,29 @@ class CacheInputs:
     scores: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class VerifyInputs:
+    """What a verify pass needs besides its rows. A tile holds all rows of a sample; its key rows are cache rows.
+
+    Attributes:
+        caches: as in `CacheInputs`; read only.
+        views: (R, 3) int32, who sees whom (see `kernels.verify_attention`).
+        hidden: (K,) bool, cache rows that are not seen.
+        given: (W,) int64, a token for each wanted row.
+        own_rows: (R,) int64: 0, 1, 2, ...
+        own: two buffers [R, H_kv, hd] in the model's dtype, written over in every layer.
+        tile_rows: rows of a sample.
+    """
+
+    caches: Mapping[str, Tensor]
+    views: Tensor
+    hidden: Tensor
+    given: Tensor
+    own_rows: Tensor
+    own: tuple[Tensor, Tensor]
+    tile_rows: int
+
+
 class RowPrograms(Protocol):
     """A model that computes rows of several samples at once, each sample equal to itself alone."""
 
@@ -109,4 +132,12 @@ class RowPrograms(Protocol):
 
     def cached_step(self, inputs: StepInputs, cache: CacheInputs) -> tuple[Tensor, Tensor]:
         """One forward of the given rows over keys and values in a cache; returns what `step` returns."""
+        ...
+
+    def verify_step(self, inputs: StepInputs, verify: VerifyInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """One forward that checks given tokens over a cache and writes nothing to it.
+
+        Returns:
+            What `step` returns for the wanted rows, greedy, and the probability (W,) fp32 of the given tokens.
+        """
         ...
