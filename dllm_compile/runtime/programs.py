@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .._compat import distinct_sizes
 from ..passes import (
     INLINE_REFERENCES,
+    INSERT_VERIFY,
     WHOLE_SAMPLE,
     GraphPass,
     PassResult,
@@ -27,21 +26,16 @@ from ..passes import (
     insert_lacache_pass,
     run_passes,
 )
-from ..passes.graph import placeholders, share
+from ..passes.graph import share
+from ..passes.insert_verify import OWN_BUFFERS
 from .ambient import plain_mode
-from .block_tiles import block_tile_table
+from .compiling import compile_program
 from .padding import at_least_two
-from .row_programs import CacheInputs, LaCacheInputs, StepInputs
+from .row_programs import CacheInputs, LaCacheInputs, StepInputs, VerifyInputs
 from .shape import ModelShape
 
 # Query rows of a tile on CUDA: the height of the attention kernel's tile.
 CUDA_TILE_ROWS = 64
-
-# Sizes with which a program is compiled: different and above one, so that no dimension is taken for a constant
-# or for another one. What is not named here has a row for each row of the step.
-_ROWS = 37
-_SIZES = {"tiles": 6, "wanted": 11, "unconditional": 11, "seeds": 11, "block_rows": 13, "banned": 3, "spans": 7}
-_CACHE_ROWS = 53
 
 
 @dataclass(frozen=True)
@@ -55,6 +49,7 @@ class Program:
         passes: how it was made from the canonical graph.
         compiled: whether `run` is compiled.
         seconds: building and compiling.
+        graphs: how many graphs were compiled for it: one, or one for each distinct layer.
     """
 
     name: str
@@ -63,6 +58,7 @@ class Program:
     passes: tuple[PassResult, ...]
     compiled: bool
     seconds: float
+    graphs: int
 
     def __call__(self, **inputs: Tensor) -> Any:
         """Run with inputs by name; sizes 0 and 1 are padded to 2, the smallest size a compiled program is made for."""
@@ -82,6 +78,7 @@ class ModelPrograms:
         mask_token_id: the model's mask id (None: only `forward` can be built).
         device: where the parameters lie.
         compiled: whether programs are compiled.
+        finish: passes that end every program, in front of `inline_references`.
         inline: whether `inline_references` runs before compiling.
         observe: called with (program, pass, graph) after each pass.
     """
@@ -94,6 +91,7 @@ class ModelPrograms:
         mask_token_id: int | None,
         device: torch.device,
         compiled: bool,
+        finish: Sequence[GraphPass] = (),
         inline: bool = True,
         observe: Callable[[str, str, GraphModule], None] | None = None,
     ) -> None:
@@ -103,6 +101,7 @@ class ModelPrograms:
         self._layers = layers
         self._mask_token_id = mask_token_id
         self._compiled = compiled
+        self._finish = tuple(finish)
         self._inline = inline
         self._observe = observe
         self._lock = threading.RLock()
@@ -148,6 +147,17 @@ class ModelPrograms:
             **_given(inputs), **cache.caches, **extra, cache_rows=cache.cache_rows
         )
 
+    @torch.no_grad()
+    def verify_step(self, inputs: StepInputs, verify: VerifyInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """See `RowPrograms.verify_step`."""
+        assert self._mask_token_id is not None, "callers check that the model states its mask id"
+        flatten = flatten_rows_pass(WHOLE_SAMPLE if self.tile_rows is None else verify.tile_rows)
+        name = "verify_step" if self.tile_rows is None else f"verify_step_{verify.tile_rows}"
+        program = self._get(name, (flatten, INSERT_VERIFY, *head_passes(self._mask_token_id, given=True)))
+        given = {**_given(inputs), **verify.caches, "views": verify.views, "hidden": verify.hidden}
+        given |= {"given": verify.given, "own_rows": verify.own_rows, **dict(zip(OWN_BUFFERS, verify.own, strict=True))}
+        return program(**given)  # type: ignore[no-any-return]
+
     def forward_program(self) -> Program:
         """The program with all rows' logits."""
         return self._get("forward", (self._flatten,))
@@ -172,13 +182,14 @@ class ModelPrograms:
     def _build(self, name: str, passes: tuple[Any, ...]) -> Program:
         start = time.perf_counter()
         gm = share(self._canonical)
+        passes = (*passes, *self._finish)
         if self._compiled and self._inline:
             passes = (*passes, INLINE_REFERENCES)
         observe = None if self._observe is None else lambda pass_name, graph: self._observe(name, pass_name, graph)  # type: ignore[misc]
         with plain_mode():
             results = run_passes(gm, passes, layers=self._layers, observe=observe)
-            run = _compile(gm, self.device) if self._compiled else gm
-        return Program(name, gm, run, results, self._compiled, time.perf_counter() - start)
+            run, graphs = compile_program(gm, self.device) if self._compiled else (gm, 0)
+        return Program(name, gm, run, results, self._compiled, time.perf_counter() - start, graphs)
 
 
 def _spans(layers: tuple[int, ...]) -> str:
@@ -194,43 +205,3 @@ def _spans(layers: tuple[int, ...]) -> str:
 
 def _given(inputs: StepInputs) -> dict[str, Tensor]:
     return {name: value for name, value in vars(inputs).items() if value is not None}
-
-
-def _compile(gm: GraphModule, device: torch.device) -> Callable[..., Any]:
-    """Compile once for all sizes, on inputs made here, so that the user's first shapes decide nothing."""
-    run = torch.compile(gm, fullgraph=True, options={"guard_filter_fn": _guards_on_inputs})
-    inputs = {str(node.target): _example(str(node.target), node.meta["val"], device) for node in placeholders(gm)}
-    for name, value in inputs.items():
-        for dimension in range(2 if name == "window" else min(value.dim(), 1)):
-            torch._dynamo.mark_dynamic(value, dimension)
-    with warnings.catch_warnings(), distinct_sizes():
-        warnings.simplefilter("ignore")
-        run(**inputs)
-    return run
-
-
-def _guards_on_inputs(guards: Sequence[Any]) -> list[bool]:
-    """Leave out the guard on the process (default dtype, threads, determinism): it decides nothing in these graphs.
-
-    Otherwise a caller who changes one of them would have the program compiled again, for the sizes of that one call.
-    Gradients and autocast are off whenever a program runs (`plain_mode`).
-    """
-    return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
-
-
-def _example(name: str, recorded: Tensor, device: torch.device) -> Tensor:
-    """An input to compile with."""
-    if name == "tiles":
-        edges = torch.linspace(0, _ROWS, _SIZES["tiles"] + 1).int()
-        return torch.stack((edges[:-1], edges[1:], edges[:-1], edges[1:]), dim=1).to(device)
-    if name == "block_tiles":
-        start, length, block = torch.tensor([0]), torch.tensor([_ROWS]), torch.tensor([[9, 20]])
-        return block_tile_table(start, length, block, tile_rows=16, longest=_ROWS).to(device)
-    if name == "banned":
-        return torch.full((_SIZES["banned"],), -1, dtype=recorded.dtype, device=device)
-    if name == "window":
-        return torch.zeros((_SIZES["spans"], 9), dtype=recorded.dtype, device=device)
-    if "_cache_" in name or name == "scores":
-        return torch.zeros((_CACHE_ROWS, *map(int, recorded.shape[1:])), dtype=recorded.dtype, device=device)
-    sizes = (_SIZES.get(name, _ROWS), *map(int, recorded.shape[1:])) if recorded.dim() else ()
-    return torch.zeros(sizes, dtype=recorded.dtype, device=device)
