@@ -121,11 +121,11 @@ def fp8_linear_kernel(
     count = groups * (part + 1) // PARTS - first
     turn = ((out_tile * row_tiles + row_tile) * ROTATE) % count
 
-    # The scales of a step are loaded a step ahead: they are needed right after its product.
+    # The scales of a step are loaded a step ahead and not touched until then: nothing waits for them.
     row_scales = scales + row
     tile_scales = weight_scales + (out_tile * OUTS // GROUP_SIZE) * weight_scale_row
-    factor = tl.load(row_scales + (first + turn) * scale_group, mask=inside, other=0.0)
-    factor *= tl.load(tile_scales + first + turn)
+    row_scale = tl.load(row_scales + (first + turn) * scale_group, mask=inside, other=0.0)
+    tile_scale = tl.load(tile_scales + first + turn)
     if SWAP:
         acc = tl.zeros((OUTS, ROWS), tl.float32)
     else:
@@ -142,13 +142,13 @@ def fp8_linear_kernel(
             inner = start + tl.arange(0, GROUP_SIZE)[None, :]
             x = tl.load(codes + row.to(tl.int64)[:, None] * codes_row + inner, mask=inside[:, None], other=0.0)
             w = tl.load(weight + column.to(tl.int64)[:, None] * weight_row + inner)
-        next_factor = tl.load(row_scales + following * scale_group, mask=inside, other=0.0)
-        next_factor *= tl.load(tile_scales + following)
+        next_row_scale = tl.load(row_scales + following * scale_group, mask=inside, other=0.0)
+        next_tile_scale = tl.load(tile_scales + following)
         if SWAP:
-            acc += tl.dot(w, x.T) * factor[None, :]
+            acc += tl.dot(w, x.T) * (row_scale * tile_scale)[None, :]
         else:
-            acc += tl.dot(x, w.T) * factor[:, None]
-        factor = next_factor
+            acc += tl.dot(x, w.T) * (row_scale * tile_scale)[:, None]
+        row_scale, tile_scale = next_row_scale, next_tile_scale
 
     out += part * rows * outs
     if SWAP:
@@ -235,7 +235,7 @@ def fp8_linear_triton(
     out = codes.new_empty((rows, outs), dtype=dtype)
     if out.numel() == 0:
         return out
-    tiling = config or choose_tiling(rows, *weight_codes.shape) or ANY_ROWS
+    tiling = config or choose_tiling(rows, weight_codes.shape[0], weight_codes.shape[1]) or ANY_ROWS
     if tiling.parts == 1:
         _product(codes, scales, weight_codes, weight_scales, out, tiling)
         return out
