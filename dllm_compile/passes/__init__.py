@@ -13,6 +13,7 @@ from .fuse_head_confidence import fuse_head_confidence_pass
 from .inline_references import INLINE_REFERENCES
 from .insert_kv_cache import insert_kv_cache_pass
 from .insert_lacache import insert_lacache_pass
+from .insert_verify import INSERT_VERIFY
 from .normalize_attention import NORMALIZE_ATTENTION
 from .normalize_embedding import NORMALIZE_EMBEDDING
 from .normalize_head import NORMALIZE_HEAD
@@ -25,6 +26,7 @@ from .select_wanted_rows import select_wanted_rows_pass
 __all__ = [
     "FUSE",
     "INLINE_REFERENCES",
+    "INSERT_VERIFY",
     "NORMALIZE",
     "OPTIONAL",
     "WHOLE_SAMPLE",
@@ -53,6 +55,8 @@ OPTIONAL: tuple[str, ...] = (*(graph_pass.name for graph_pass in FUSE), INLINE_R
 """Passes that can be left out: the result is the same, only slower."""
 
 
-def head_passes(mask_token_id: int, *, sampled: bool, guided: bool) -> tuple[GraphPass, ...]:
-    """Passes that end a row program in the wanted rows' tokens and confidences."""
-    return (select_wanted_rows_pass(guided), fuse_head_confidence_pass(mask_token_id, sampled))
+def head_passes(
+    mask_token_id: int, *, sampled: bool = False, guided: bool = False, given: bool = False
+) -> tuple[GraphPass, ...]:
+    """Passes that end a row program in the wanted rows' tokens and confidences, and the probabilities of given ones."""
+    return (select_wanted_rows_pass(guided), fuse_head_confidence_pass(mask_token_id, sampled, given))
