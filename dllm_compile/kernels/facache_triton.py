@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm_compile.kernels.online_softmax import stream_keys
-from dllm_compile.kernels.row_attention_triton import Blocks, choose_blocks, describe_keys, kernel_takes
+from dllm_compile.kernels.row_attention_blocks import Blocks, blocks_of
+from dllm_compile.kernels.row_attention_triton import describe_keys, kernel_takes
 
 __all__ = ["choose_facache_blocks", "facache_kernel", "facache_triton", "kernel_takes", "plan_facache"]
 
@@ -177,9 +178,9 @@ def choose_facache_blocks(dtype: torch.dtype, head_dim: int, tile_rows: int) -> 
 
     The three ranges of `first` keep more alive than row attention does: with 128 keys, or heads of 256 on four warps,
     it spills. In `step` most programs read a short block and a state of 4 bytes a number, so what counts is how many
-    of them share a multiprocessor.
+    of them share a multiprocessor, and 64 rows are as many as pay.
     """
-    blocks = choose_blocks(dtype, head_dim, tile_rows, 2, 1)
+    blocks = blocks_of(dtype, head_dim, min(tile_rows, 64))
     return blocks._replace(keys=min(blocks.keys, 64), warps=8 if head_dim > 128 else blocks.warps)
 
 

@@ -23,6 +23,17 @@ def _fold(scores, values, row_max, row_sum, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _track(probe, keys, tracked, key_rows, tracked_end, PRECISION: tl.constexpr):
+    """Add the product of the probe's rows, summed, with each key to `tracked`; see `stream_keys`.
+
+    Reductions in memory, although each number has one writer: a branch, or a store of a number a key, makes ptxas
+    run the wgmma instructions of the loop one after the other.
+    """
+    products = tl.sum(tl.dot(probe, keys.T, input_precision=PRECISION), 0)
+    tl.atomic_add(tracked + key_rows, products, mask=key_rows < tracked_end, sem="relaxed")
+
+
+@triton.jit
 def stream_keys(
     query,
     k_pointers,
@@ -42,6 +53,10 @@ def stream_keys(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    TRACKED: tl.constexpr = False,
+    probe=None,
+    tracked=None,
+    tracked_end=0,
 ):
     """The state (row_max in units of log2, row_sum, acc) of `query`'s rows after the keys [k_begin, k_end).
 
@@ -51,6 +66,9 @@ def stream_keys(
     `k_pointers` and `v_pointers` point to key row 0 of one head, [1, hd]; `k_blocks` and `v_blocks` are tensor
     descriptors with blocks [BLOCK_KEYS, hd] if DESCRIBED, else None, in which the head begins at `column`. `scale`
     includes log2(e).
+
+    If TRACKED, `tracked[j] += sum over the rows of probe [16, hd] of probe . k[j]` for the keys in front of
+    `tracked_end`; 0 tracks none.
     """
     block_keys = tl.arange(0, BLOCK_KEYS)
     whole_blocks = tl.maximum(k_end - k_begin, 0) // BLOCK_KEYS
@@ -61,6 +79,8 @@ def stream_keys(
         else:
             keys = tl.load(k_pointers + (start + block_keys).to(tl.int64)[:, None] * k_row)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale
+        if TRACKED:
+            _track(probe, keys, tracked, start + block_keys, tracked_end, PRECISION)
         if DESCRIBED:
             values = v_blocks.load([start, column])
         else:
@@ -71,9 +91,44 @@ def stream_keys(
     if start < k_end:
         key_rows = start + block_keys
         in_range = key_rows < k_end
-        keys = tl.load(k_pointers + key_rows.to(tl.int64)[:, None] * k_row, mask=in_range[:, None], other=0.0)
+        if DESCRIBED:
+            keys = k_blocks.load([start, column])
+        else:
+            keys = tl.load(k_pointers + key_rows.to(tl.int64)[:, None] * k_row, mask=in_range[:, None], other=0.0)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale
         scores = tl.where(in_range[None, :], scores, -float("inf"))
-        values = tl.load(v_pointers + key_rows.to(tl.int64)[:, None] * v_row, mask=in_range[:, None], other=0.0)
+        if TRACKED:
+            _track(probe, keys, tracked, key_rows, tl.minimum(tracked_end, k_end), PRECISION)
+        if DESCRIBED:
+            values = tl.where(in_range[:, None], v_blocks.load([start, column]), 0.0)
+        else:
+            values = tl.load(v_pointers + key_rows.to(tl.int64)[:, None] * v_row, mask=in_range[:, None], other=0.0)
         row_max, row_sum, acc = _fold(scores, values, row_max, row_sum, acc, PRECISION)
     return row_max, row_sum, acc
+
+
+@triton.jit
+def merge_parts(
+    maxima, sums, accs, step, acc_step, in_tile, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr
+):
+    """The state of ROWS rows over all keys, from their states over PARTS ranges of keys, in ascending order.
+
+    `maxima`, `sums` [ROWS] and `accs` [ROWS, DIM] point into part 0; other parts lie `step` and `acc_step` behind.
+    Loads bypass the L1 cache: other programs wrote what they read.
+    """
+    row_max = tl.full((ROWS,), -float("inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        row_max = tl.maximum(
+            row_max, tl.load(maxima + part * step, mask=in_tile, other=-float("inf"), cache_modifier=".cg")
+        )
+    base = tl.where(row_max == -float("inf"), 0.0, row_max)  # a row that sees no key
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DIM), tl.float32)
+    # Four loads of few rows are in flight at once; of more rows the registers hold one.
+    for part in tl.range(0, PARTS, loop_unroll_factor=4 if ROWS <= 32 else 1):
+        part_max = tl.load(maxima + part * step, mask=in_tile, other=-float("inf"), cache_modifier=".cg")
+        weight = tl.exp2(part_max - base)
+        row_sum += weight * tl.load(sums + part * step, mask=in_tile, other=0.0, cache_modifier=".cg")
+        part_acc = tl.load(accs + part * acc_step, mask=in_tile[:, None], other=0.0, cache_modifier=".cg")
+        acc += weight[:, None] * part_acc
+    return row_sum, acc

@@ -69,7 +69,8 @@ def row_attention_masked(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_ro
     return attended.masked_fill(empty.unsqueeze(2), 0.0).reshape(rows, heads * head_dim)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> None:
+def check_row_attention(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> None:
+    """Raise `ValueError` or `TypeError` where shapes or dtypes are not those of `row_attention_reference`."""
     if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"row_attention: q must be [R, H, hd] and k, v [K, H_kv, hd], got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
@@ -82,29 +83,39 @@ def _check(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> None:
         raise ValueError(f"row_attention: tiles must be (n, 4) int32, got {[*tiles.shape]} {tiles.dtype}")
 
 
+ARRIVALS = 4096
+"""Counters that a caller who passes `arrived` provides: enough wherever programs share the keys of a tile."""
+
+
 @torch.library.custom_op(
     "dllm::row_attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor tiles, SymInt tile_rows) -> Tensor",
+    mutates_args=("arrived",),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor tiles, SymInt tile_rows, Tensor(a!)? arrived=None) -> Tensor",
 )
-def row_attention(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
-    """See `row_attention_reference`. On CUDA no tile may have more than `tile_rows` rows."""
-    _check(q, k, v, tiles)
+def row_attention(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, arrived: Tensor | None = None
+) -> Tensor:
+    """See `row_attention_reference`. On CUDA no tile may have more than `tile_rows` rows.
+
+    `arrived` spares the CUDA kernel the zeros it counts with where several programs share a tile: (`ARRIVALS`,) int32
+    zeros, contiguous, which are zeros again afterwards. Calls that may run at the same time must not share them.
+    """
+    check_row_attention(q, k, v, tiles)
     return row_attention_reference(q, k, v, tiles, tile_rows)
 
 
 @row_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, arrived: Tensor | None = None) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
 
 @row_attention.register_kernel("cuda")
-def _(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
-    _check(q, k, v, tiles)
+def _(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, arrived: Tensor | None = None) -> Tensor:
+    check_row_attention(q, k, v, tiles)
     if has_triton():
         from dllm_compile.kernels import row_attention_triton as triton_version
 
         if triton_version.kernel_takes(q):
             with torch.cuda.device(q.device):  # Triton launches on the current device
-                return triton_version.row_attention_triton(q, k, v, tiles, tile_rows)
+                return triton_version.row_attention_triton(q, k, v, tiles, tile_rows, arrived=arrived)
     return row_attention_masked(q, k, v, tiles, tile_rows)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel of `dllm::row_attention`; imported only where Triton is.
+"""Triton kernel of `dllm::row_attention` and `dllm::row_attention_scored`; imported only where Triton is.
 
 An online-softmax kernel in the manner of flash attention: key blocks are streamed, scores stay in fp32 registers, a
 row's maximum and sum are corrected as they grow. Key blocks that lie wholly inside a tile's range need no mask and are
 pipelined; what is left over is one masked block after the loop. Keys outside a tile's range are never part of a
 product, so a NaN in one sample cannot reach another.
+
+Few tiles: several programs share a tile's keys, and the last to arrive merges their states in a fixed order, so that
+runs are bit-equal.
 """
 
 # Triton reads a kernel's annotations as code, so its arguments have none.
@@ -13,7 +16,7 @@ product, so a NaN in one sample cannot reach another.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +25,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dllm_compile.kernels import _launch
-from dllm_compile.kernels.online_softmax import stream_keys
+from dllm_compile.kernels.online_softmax import merge_parts, stream_keys
+from dllm_compile.kernels.row_attention_blocks import Blocks, Work, choose_blocks
+from dllm_compile.kernels.summed_query import Tracking, summed_query
 
 _LOG2_E = 1.4426950408889634
 
@@ -31,41 +36,6 @@ def kernel_takes(q: Tensor) -> bool:
     """Whether the Triton kernel handles this dtype and head size (a power of two from 16 to 256)."""
     head_dim = q.shape[2]
     return q.dtype in (torch.bfloat16, torch.float16, torch.float32) and head_dim in (16, 32, 64, 128, 256)
-
-
-class Blocks(NamedTuple):
-    """Launch configuration: rows and keys a program holds at once, pipeline stages, warps."""
-
-    rows: int
-    keys: int
-    stages: int
-    warps: int
-
-
-def choose_blocks(dtype: torch.dtype, head_dim: int, tile_rows: int, programs: int, processors: int) -> Blocks:
-    """Launch configuration by shape, from H200 measurements of 16-bit heads of 128.
-
-    Args:
-        dtype: of q, k, v.
-        head_dim: size of a head.
-        tile_rows: largest number of rows in a tile.
-        programs: tiles times heads.
-        processors: multiprocessors of the device.
-
-    Returns:
-        The blocks. `rows` may be less than `tile_rows`; a tile is then shared by several programs.
-    """
-    rows = max(16, 1 << (tile_rows - 1).bit_length())
-    if dtype == torch.float32:
-        # True fp32 products run outside the tensor cores, on operands held in registers: larger blocks spill.
-        return Blocks(min(rows, 32), 32, 2, 8) if head_dim <= 128 else Blocks(16, 16, 2, 8)
-    if head_dim > 128:
-        return Blocks(min(rows, 64), 32, 3, 4)
-    if rows >= 128:
-        return Blocks(128, 128, 3, 8)
-    # One wave: the longest chain of blocks decides, so take the wide block that fills an SM's shared memory.
-    # Several waves: half of it, so that two programs share an SM.
-    return Blocks(rows, 128 if programs <= processors else 64, 3, 4)
 
 
 @triton.jit
@@ -77,6 +47,18 @@ def row_attention_kernel(
     v_blocks,
     tiles,
     out,
+    maxima,
+    sums,
+    accs,
+    arrived,
+    window,
+    spans,
+    scores,
+    rows_in_all,
+    parts,
+    samples,
+    window_rows,
+    score_row,
     q_row,
     q_head,
     k_row,
@@ -90,29 +72,62 @@ def row_attention_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TRACKED: tl.constexpr,
+    BLOCK_SAMPLES: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """One head of (a part of) one tile. Grid: (H, n, parts); `scale` includes log2(e).
+    """One head of one of the `parts` of a tile, and its share of the keys. Grid: (H, n * parts * SPLITS).
 
-    `k_blocks` and `v_blocks` are tensor descriptors with blocks [BLOCK_KEYS, HEAD_DIM] if DESCRIBED, else None.
+    `scale` includes log2(e). `k_blocks` and `v_blocks` are tensor descriptors with blocks [BLOCK_KEYS, HEAD_DIM] if
+    DESCRIBED, else None. If SPLITS > 1, `maxima` and `sums` [SPLITS, R, H] and `accs` [SPLITS, R, H * HEAD_DIM] hold
+    the states in between, and `arrived`, a counter for each part of a tile and head, is zero before and after. If
+    TRACKED, a row of `scores` belongs to each head.
     """
     head = tl.program_id(0)  # fastest, so that neighbouring programs read neighbouring pieces of the same key rows
+    heads = tl.num_programs(0)
     kv_head = head // GROUPS
-    tile = tiles + tl.program_id(1) * 4
-    first_row = tl.load(tile) + tl.program_id(2) * BLOCK_ROWS
+    split = tl.program_id(1) % SPLITS
+    part = tl.program_id(1) // SPLITS
+    tile = tiles + (part // parts) * 4
+    first_row = tl.load(tile) + (part % parts) * BLOCK_ROWS
     end_row = tl.load(tile + 1)
     k_begin = tl.load(tile + 2)
     # A part beyond the tile's last row sees no keys and stores nothing.
     k_end = tl.where(first_row < end_row, tl.load(tile + 3), k_begin)
-
-    rows = first_row + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    in_tile = (rows < end_row)[:, None]
-    query = tl.load(q + rows.to(tl.int64)[:, None] * q_row + head * q_head + dims[None, :], mask=in_tile, other=0.0)
+    q += head * q_head + dims[None, :]
     k_pointers = k + kv_head * k_head + dims[None, :]
     v_pointers = v + kv_head * v_head + dims[None, :]
+    first_key, last_key = k_begin, k_end
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(k_end - k_begin, BLOCK_KEYS), SPLITS) * BLOCK_KEYS
+        first_key = tl.minimum(k_begin + split * share, k_end)
+        last_key = tl.minimum(first_key + share, k_end)
 
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    in_tile = rows < end_row
+    query = tl.load(q + rows.to(tl.int64)[:, None] * q_row, mask=in_tile[:, None], other=0.0)
+    probe, tracked, tracked_end = None, None, 0
+    if TRACKED:
+        probe, here = summed_query(
+            q,
+            window,
+            spans,
+            samples,
+            window_rows,
+            q_row,
+            k_begin,
+            first_row,
+            tl.minimum(first_row + BLOCK_ROWS, end_row),
+            HEAD_DIM,
+            BLOCK_SAMPLES,
+            WINDOW,
+        )
+        tracked = scores + head * score_row
+        tracked_end = tl.where(here, k_end, 0)
     row_max = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), tl.float32)
@@ -125,8 +140,8 @@ def row_attention_kernel(
         kv_head * HEAD_DIM,
         k_row,
         v_row,
-        k_begin,
-        k_end,
+        first_key,
+        last_key,
         scale,
         row_max,
         row_sum,
@@ -135,10 +150,39 @@ def row_attention_kernel(
         STAGES,
         PRECISION,
         DESCRIBED,
+        TRACKED,
+        probe,
+        tracked,
+        tracked_end,
     )
-    attended = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # no keys: 0 / 1
-    out_pointers = out + rows.to(tl.int64)[:, None] * out_row + head * HEAD_DIM + dims[None, :]
-    tl.store(out_pointers, attended.to(out.dtype.element_ty), mask=in_tile)
+    is_last = True
+    if SPLITS > 1:
+        state = rows.to(tl.int64) * heads + head
+        state_step = rows_in_all.to(tl.int64) * heads
+        acc_pointers = accs + state[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(maxima + split * state_step + state, row_max, mask=in_tile)
+        tl.store(sums + split * state_step + state, row_sum, mask=in_tile)
+        tl.store(acc_pointers + split * state_step * HEAD_DIM, acc, mask=in_tile[:, None])
+        tl.debug_barrier()  # all threads of this program have stored before it is counted
+        counter = arrived + part * heads + head
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            row_sum, acc = merge_parts(
+                maxima + state,
+                sums + state,
+                acc_pointers,
+                state_step,
+                state_step * HEAD_DIM,
+                in_tile,
+                SPLITS,
+                BLOCK_ROWS,
+                HEAD_DIM,
+            )
+            tl.store(counter, 0)
+    if is_last:
+        attended = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # no keys: 0 / 1
+        out_pointers = out + rows.to(tl.int64)[:, None] * out_row + head * HEAD_DIM + dims[None, :]
+        tl.store(out_pointers, attended.to(out.dtype.element_ty), mask=in_tile[:, None])
 
 
 def describe_keys(
@@ -157,20 +201,47 @@ def describe_keys(
 
 
 def plan_row_attention(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, out: Tensor, blocks: Blocks
-) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    out: Tensor,
+    blocks: Blocks,
+    tracking: Tracking | None = None,
+    arrived: Tensor | None = None,
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, positional arguments and compile-time arguments of one launch (`row_attention_kernel[grid](...)`)."""
-    (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
+    (rows, heads, head_dim), kv_heads = q.shape, k.shape[1]
     k_blocks, v_blocks = describe_keys(q, k, v, blocks)
-    grid = (heads, tiles.shape[0], -(-tile_rows // blocks.rows))
+    parts = -(-min(tile_rows, rows) // blocks.rows)
+    grid = (heads, tiles.shape[0] * parts * blocks.splits)
+    states: tuple[Tensor | None, ...] = (None, None, None, None)
+    if blocks.splits > 1:
+        numbers = torch.empty((2, blocks.splits, rows, heads), dtype=torch.float32, device=q.device)
+        accs = torch.empty((blocks.splits, rows, heads, head_dim), dtype=torch.float32, device=q.device)
+        counters = grid[0] * grid[1] // blocks.splits
+        if arrived is None or arrived.shape[0] < counters:
+            arrived = torch.zeros(counters, dtype=torch.int32, device=q.device)
+        states = (numbers[0], numbers[1], accs, arrived)
+    sizes = (rows, parts)
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0))
-    arguments = (q, k, v, k_blocks, v_blocks, tiles, out, *strides, _LOG2_E / math.sqrt(head_dim))
+    tracked = (0, 0, 0) if tracking is None else (*tracking.window.shape, tracking.scores.stride(0))
+    arguments = (
+        *(q, k, v, k_blocks, v_blocks, tiles, out, *states),
+        *(tracking or (None, None, None)),
+        *(*sizes, *tracked, *strides, _LOG2_E / math.sqrt(head_dim)),
+    )
     constants = {
         "GROUPS": heads // kv_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_ROWS": blocks.rows,
         "BLOCK_KEYS": blocks.keys,
         "STAGES": blocks.stages,
+        "SPLITS": blocks.splits,
+        "TRACKED": tracking is not None,
+        "BLOCK_SAMPLES": 1 if tracking is None else max(16, triton.next_power_of_2(tracked[0])),
+        "WINDOW": 1 if tracking is None else triton.next_power_of_2(tracked[1]),
         "PRECISION": "ieee",  # of fp32 operands; 16-bit products are exact in any case
         "DESCRIBED": k_blocks is not None,
         "num_warps": blocks.warps,
@@ -179,7 +250,15 @@ def plan_row_attention(
 
 
 def row_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, blocks: Blocks | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    blocks: Blocks | None = None,
+    *,
+    tracking: Tracking | None = None,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel (CUDA tensors, or CPU tensors under Triton's interpreter).
 
@@ -187,6 +266,8 @@ def row_attention_triton(
         q, k, v, tiles, tile_rows: as in `row_attention_reference`, with `kernel_takes(q)`; no tile has more than
             `tile_rows` rows.
         blocks: launch configuration; chosen by shape if None.
+        tracking: what `row_attention_scored` adds to, with `kernel_tracks(...)`.
+        arrived: contiguous int32 zeros, which are zeros again afterwards; made here if None or too few.
 
     Returns:
         [R, H * hd], q's dtype, contiguous. Rows in no tile are not written.
@@ -197,7 +278,12 @@ def row_attention_triton(
         return out
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     if blocks is None:
-        blocks = choose_blocks(q.dtype, head_dim, tile_rows, heads * tiles.shape[0], _launch.processors(q.device))
-    grid, arguments, constants = plan_row_attention(q, k, v, tiles.contiguous(), tile_rows, out, blocks)
+        work = Work(rows, tiles.shape[0], tile_rows, heads, k.shape[0])
+        blocks = choose_blocks(q.dtype, head_dim, work, _launch.processors(q.device), tracked=tracking is not None)
+    if tracking is not None:
+        window, spans, scores = tracking
+        tracking = Tracking(window.contiguous(), spans.contiguous(), scores)
+    plan = plan_row_attention(q, k, v, tiles.contiguous(), tile_rows, out, blocks, tracking, arrived)
+    grid, arguments, constants = plan
     row_attention_kernel[grid](*arguments, **constants)
     return out

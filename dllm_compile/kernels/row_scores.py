@@ -42,7 +42,8 @@ def row_scores_reference(q: Tensor, window: Tensor, k_cache: Tensor, spans: Tens
     scores.add_(torch.where(member, logits, 0.0).sum(1))
 
 
-def _check(q: Tensor, window: Tensor, k_cache: Tensor, spans: Tensor, scores: Tensor) -> None:
+def check_row_scores(q: Tensor, window: Tensor, k_cache: Tensor, spans: Tensor, scores: Tensor) -> None:
+    """Raise `ValueError` or `TypeError` where shapes or dtypes are not those of `row_scores_reference`."""
     if q.ndim != 3 or k_cache.ndim != 3 or q.shape[2] != k_cache.shape[2] or q.shape[1] % k_cache.shape[1] != 0:
         raise ValueError(
             f"row_scores: q must be [R, H, hd] and k_cache [K, H_kv, hd], got {[*q.shape]}, {[*k_cache.shape]}"
@@ -62,7 +63,7 @@ def _check(q: Tensor, window: Tensor, k_cache: Tensor, spans: Tensor, scores: Te
 @torch.library.custom_op("dllm::row_scores", mutates_args=("scores",))
 def row_scores(q: Tensor, window: Tensor, k_cache: Tensor, spans: Tensor, scores: Tensor) -> None:
     """See `row_scores_reference`."""
-    _check(q, window, k_cache, spans, scores)
+    check_row_scores(q, window, k_cache, spans, scores)
     row_scores_reference(q, window, k_cache, spans, scores)
 
 
@@ -73,7 +74,7 @@ def _(q: Tensor, window: Tensor, k_cache: Tensor, spans: Tensor, scores: Tensor)
 
 @row_scores.register_kernel("cuda")
 def _(q: Tensor, window: Tensor, k_cache: Tensor, spans: Tensor, scores: Tensor) -> None:
-    _check(q, window, k_cache, spans, scores)
+    check_row_scores(q, window, k_cache, spans, scores)
     if has_triton() and q.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from dllm_compile.kernels.row_scores_triton import row_scores_triton
 
