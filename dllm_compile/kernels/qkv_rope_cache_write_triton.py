@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernel of `dllm::qkv_rope_cache_write`; imported only where Triton is.
 
-A program takes one row and a few heads: the same heads of q, k and v, so that it reads the row's angles once.
+A program takes one row and a few heads: the same heads of q, k and v, so that it reads the row's angles once. The two
+halves of a head are read apart, each in one piece, so that no number changes its thread.
 """
 
 # Triton reads a kernel's annotations as code, so its arguments have none.
@@ -37,13 +38,13 @@ def choose_share(rows: int, heads: int) -> Share:
 
 
 @triton.jit
-def _rotate(source, first_target, second_target, half, mask, cos_1, cos_2, sin_1, sin_2):
-    """Rotate the half pairs at `source` and `source + half` and store them."""
+def _rotate(source, target, half, mask, cos, sin):
+    """Rotate the half pairs at `source` and `source + half` and store them at `target` and `target + half`."""
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
-    dtype = first_target.dtype.element_ty
-    tl.store(first_target, (first * cos_1 - second * sin_1).to(dtype), mask=mask)
-    tl.store(second_target, (second * cos_2 + first * sin_2).to(dtype), mask=mask)
+    dtype = target.dtype.element_ty
+    tl.store(target, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(target + half, (second * cos + first * sin).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -68,27 +69,30 @@ def rope_write_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one row. Grid: (R, ceil(H / BLOCK_HEADS)); BLOCK_HALF is HALF or the power of two above."""
-    row = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    """BLOCK_HEADS heads of one row. Grid: (R * SHARES,); BLOCK_HALF is HALF or the power of two above.
+
+    The shares of a row are neighbours, so that what is read and written at a time lies together. Only the first half
+    of the tables is read: the second is the same.
+    """
+    row = (tl.program_id(0) // SHARES).to(tl.int64)
+    head = (tl.program_id(0) % SHARES * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     dim = tl.arange(0, BLOCK_HALF)[None, :]
     position = tl.load(positions + row)
     cache_row = tl.load(cache_rows + row)
     in_half = dim < HALF
-    cos += position * cos_row + dim
-    sin += position * sin_row + dim
-    cos_1, cos_2 = tl.load(cos, mask=in_half, other=0.0), tl.load(cos + HALF, mask=in_half, other=0.0)
-    sin_1, sin_2 = tl.load(sin, mask=in_half, other=0.0), tl.load(sin + HALF, mask=in_half, other=0.0)
+    cos_half = tl.load(cos + position * cos_row + dim, mask=in_half, other=0.0)
+    sin_half = tl.load(sin + position * sin_row + dim, mask=in_half, other=0.0)
 
     source = qkv + row * qkv_row + head * (2 * HALF) + dim
     q += row * (heads * 2 * HALF) + head * (2 * HALF) + dim
-    _rotate(source, q, q + HALF, HALF, in_half & (head < heads), cos_1, cos_2, sin_1, sin_2)
+    _rotate(source, q, HALF, in_half & (head < heads), cos_half, sin_half)
 
     has_key = in_half & (head < kv_heads)  # fewer key heads than query heads: the last programs have none
     source += heads * (2 * HALF)
     k_cache += cache_row * k_row + head * k_head + dim
-    _rotate(source, k_cache, k_cache + HALF, HALF, has_key, cos_1, cos_2, sin_1, sin_2)
+    _rotate(source, k_cache, HALF, has_key, cos_half, sin_half)
 
     source += kv_heads * (2 * HALF)
     v_cache += cache_row * v_row + head * v_head + dim
@@ -106,21 +110,23 @@ def plan_rope_write(
     v_cache: Tensor,
     q: Tensor,
     share: Share,
-) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
     """Grid, positional arguments and compile-time arguments of one launch (`rope_write_kernel[grid](...)`)."""
     (rows, heads, head_dim), kv_heads = q.shape, k_cache.shape[1]
     caches = (k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1))
     strides = (qkv.stride(0), cos.stride(0), sin.stride(0), *caches)
     arguments = (qkv, cos, sin, positions, cache_rows, k_cache, v_cache, q, heads, kv_heads, *strides)
+    shares = -(-max(heads, kv_heads) // share.heads)
     constants = {
         "HALF": head_dim // 2,
         "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
         "BLOCK_HEADS": share.heads,
+        "SHARES": shares,
         "num_warps": share.warps,
         # Products are rounded before they are added, as the reference's are: results are bit-equal.
         "enable_fp_fusion": False,
     }
-    return (rows, -(-max(heads, kv_heads) // share.heads)), arguments, constants
+    return (rows * shares,), arguments, constants
 
 
 def qkv_rope_cache_write_triton(
