@@ -57,7 +57,9 @@ def empty_scales(like: Tensor, group: int) -> Tensor:
 
 def scale_of(largest: Tensor) -> Tensor:
     """Scale of groups whose largest magnitudes are given, fp32."""
-    return torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
+    # Divided by a tensor: on CUDA a division by a number is a product with its reciprocal, another rounding.
+    scale = largest / torch.full_like(largest, LARGEST)
+    return torch.where(largest == 0, 1.0, scale.clamp(min=SMALLEST_SCALE))
 
 
 def encode(values: Tensor, scale: Tensor) -> Tensor:

@@ -92,16 +92,22 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return torch.where(gate > 0, gate, torch.zeros_like(gate)) * up
 
 
+def spread(blocks: Tensor, like: Tensor, lines: int) -> Tensor:
+    """A number a block of `lines` x 128, repeated over the block, cut to the shape of `like`."""
+    repeated = blocks.repeat_interleave(lines, 0).repeat_interleave(128, 1)
+    return repeated[: like.shape[0], : like.shape[1]]
+
+
 def linear_inputs(
-    rows: int, outs: int, width: int, group: int = 128, seed: int = 0
+    rows: int, outs: int, width: int, group: int = 128, seed: int = 0, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """codes, scales, weight codes and weight scales of random numbers whose groups differ in magnitude."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, width, generator=generator)
-    weight = torch.randn(outs, width, generator=generator)
-    x *= 2.0 ** torch.randint(-4, 5, (rows, -(-width // 128)), generator=generator).repeat_interleave(128, 1)[:, :width]
-    blocks = 2.0 ** torch.randint(-3, 4, (-(-outs // 128), -(-width // 128)), generator=generator)
-    weight *= blocks.repeat_interleave(128, 0)[:outs].repeat_interleave(128, 1)[:, :width]
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(rows, width, generator=generator, device=device)
+    weight = torch.randn(outs, width, generator=generator, device=device)
+    x *= 2.0 ** spread(torch.randint(-4, 5, (rows, -(-width // 128)), generator=generator, device=device), x, 1)
+    blocks = torch.randint(-3, 4, (-(-outs // 128), -(-width // 128)), generator=generator, device=device)
+    weight *= 2.0 ** spread(blocks, weight, 128)
     return *quantize_activation(x, group), *quantize_weight(weight, group)
 
 
