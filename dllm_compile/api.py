@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self, SupportsIndex
 
@@ -15,7 +16,7 @@ from torch.fx import GraphModule
 from transformers.modeling_outputs import MaskedLMOutput
 
 from ._compat import can_compile
-from ._config_checks import chosen
+from ._config_checks import check_switch, chosen
 from .acceptance import accept_logits, is_rectangular
 from .capture import Captured, capture, refuse_unsupported
 from .certify import LENGTH
@@ -26,12 +27,25 @@ from .errors import (
     PaddingError,
     PromptError,
     PromptTooLongError,
+    ReleasedWeightsError,
     UnsupportedModelError,
 )
-from .passes import FUSE, INLINE_REFERENCES, NORMALIZE, OPTIONAL, PassResult, run_passes
+from .fp8_weights import parameters_of, refresh, refuse_released
+from .fp8_weights import release as free_weights
+from .passes import (
+    FUSE,
+    INLINE_REFERENCES,
+    NORMALIZE,
+    OPTIONAL,
+    GraphPass,
+    PassResult,
+    finishing_passes,
+    run_passes,
+)
 from .passes.graph import lookup, share
 from .passes.normalize_attention import COS
 from .passes.packing import packed, plans
+from .precision import Fp8Report, decide, quantize
 from .report import Report, program_report, write_graphs
 from .runtime.ambient import plain_mode
 from .runtime.engine import decode
@@ -48,18 +62,26 @@ from .weights import WeightWatch
 
 
 def optimize(
-    model: nn.Module, config: CompileConfig | None = None, *, progress: bool = False, **options: Any
+    model: nn.Module,
+    config: CompileConfig | None = None,
+    *,
+    release: bool = False,
+    progress: bool = False,
+    **options: Any,
 ) -> OptimizedModel:
     """Rewrite a masked-diffusion language model for fast decoding. The model itself is not changed.
 
     The module is captured as one graph, normalised to a small canonical vocabulary, fused, and turned into row
     programs that are compiled when they are first needed. Packed weights share storage with the model's parameters,
-    which keep their names, values and identity.
+    which keep their names, values and identity. FP8 weights (`precision="fp8"`) are copies: the originals stay with the
+    model unless they are released.
 
     Args:
         model: an unmodified LLaDA-class module in eval mode, all parameters on one device and of one dtype, with a
             `.config`.
         config: how to rewrite and compile.
+        release: free the weights that FP8 copies stand for. **`model` can no longer run, be saved or be updated**: its
+            modules say so, their parameters are on the meta device, and only a newly loaded model brings them back.
         progress: show a bar over the stages.
         **options: fields of `CompileConfig` that replace those of `config`.
 
@@ -69,8 +91,10 @@ def optimize(
     Raises:
         UnsupportedModelError: the model, or the state it is in.
         PassError: a required pass matched fewer regions than the layer count asks for (with `strict`).
-        CertificateError: the rewritten graph does not compute what the model computes.
-        ConfigError: `disable` names no optional pass.
+        CertificateError: the rewritten graph does not compute what the model computes, or too little of it in FP8.
+        ConfigError: `disable` names no optional pass; FP8 was asked for and cannot be had here; `release` without it.
+        MissingPackageError: FP8 was asked for and torchao is not installed.
+        ReleasedWeightsError: an earlier call with `release=True` freed this model's weights.
 
     The model is as it was before when this raises.
     """
@@ -80,14 +104,19 @@ def optimize(
     unknown = sorted(set(config.disable) - set(OPTIONAL))
     if unknown:
         raise ConfigError(f"disable names {', '.join(unknown)}; optional passes are {', '.join(OPTIONAL)}")
+    check_switch("release", release)
+    if release and config.precision == "checkpoint":
+        raise ConfigError("release=True frees what FP8 copies replace, and precision='checkpoint' makes none: drop one")
     facts = _facts(model)
+    refuse_released(model)
     refuse_unsupported(model)
     if facts.max_sequence_length is not None and facts.max_sequence_length < LENGTH:
         raise UnsupportedModelError(
             f"max_sequence_length={facts.max_sequence_length} is too short to certify a rewrite on: "
             f"it must be {LENGTH} or more"
         )
-    compiled, note = _decide_compile(config, next(model.parameters()).device)
+    parameter = next(model.parameters())
+    compiled, note = _decide_compile(config, parameter.device)
     if note is not None and config.compile is None:
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     with torch.inference_mode(False), Stages(progress) as stage:
@@ -106,10 +135,16 @@ def optimize(
             captured.gm, (*NORMALIZE, *fuse), layers=captured.layers, strict=config.strict, observe=observe
         )
         facts = _within_tables(facts, captured.gm)
+        fp8, reason = decide(config, parameter.device, parameter.dtype, captured.layers)
+        finish = finishing_passes(parameter.device, parameter.dtype, fp8=fp8, disable=config.disable)
+        quality = None
         stage("packing weights")
         with packed(captured.gm):
             stage("certifying")
-            error = accept_logits(captured, facts)
+            error = accept_logits(captured, facts, finish)
+            if fp8:
+                more, quality = quantize(captured, facts, config, finish, observe)
+                results = (*results, *more)
             optimized = OptimizedModel(
                 model,
                 captured,
@@ -120,8 +155,12 @@ def optimize(
                 logits_error=error,
                 capture_seconds=seconds,
                 compiled=compiled,
-                note=note,
+                finish=finish,
+                fp8=quality,
+                notes=[one for one in (note, reason) if one is not None],
             )
+        if release:
+            optimized._release()
     return optimized
 
 
@@ -148,7 +187,9 @@ class OptimizedModel(nn.Module):
         logits_error: float,
         capture_seconds: float,
         compiled: bool,
-        note: str | None,
+        finish: Sequence[GraphPass],
+        fp8: Fp8Report | None,
+        notes: list[str],
     ) -> None:
         super().__init__()
         self.model = model
@@ -159,11 +200,47 @@ class OptimizedModel(nn.Module):
         self._snapshots = snapshots
         self._logits_error = logits_error
         self._capture_seconds = capture_seconds
-        self._notes = [note] if note is not None else []
-        self._watch = WeightWatch(model)
+        self._notes = notes
+        self._finish = finish
+        self._fp8 = fp8
+        self._watch = self._watched()
         device = next(model.parameters()).device
         self.programs = self._make_programs(device, compiled)
         self.eval()
+
+    def _watched(self) -> WeightWatch:
+        quantized = parameters_of(self._captured.gm)  # those that were released are empty
+        prefix = self._captured.prefix
+        return WeightWatch(self.model, {prefix + path: value for path, value in quantized.items() if value.numel()})
+
+    def _release(self) -> None:
+        """Free the weights that FP8 copies stand for."""
+        if self._fp8 is None:
+            self._notes.append("release=True freed nothing: no weight is an FP8 copy")
+            return
+        freed, kept = free_weights(self.model, self._captured.gm)
+        self._notes += [f"{path} is not released: the graph reads it elsewhere as well" for path in kept]
+        self._fp8 = dataclasses.replace(self._fp8, released_bytes=freed)
+        self._watch = self._watched()
+
+    def refresh_weights(self) -> None:
+        """Quantize the FP8 copies again after parameters were updated in place (`p.copy_`, an optimizer's step).
+
+        All other weights are read where the parameters lie and need no such call. Programs and captured graphs go on
+        reading the same buffers.
+
+        Raises:
+            ReleasedWeightsError: the parameters were freed by `release=True`.
+            StaleWeightsError: parameters were replaced: call `optimize` again.
+        """
+        if self._fp8 is not None and self._fp8.released_bytes:
+            raise ReleasedWeightsError(
+                "the weights behind the FP8 copies were freed by optimize(model, release=True), so there is nothing to "
+                "quantize again: load the updated model and call optimize on it"
+            )
+        self._watch.check_places()
+        refresh(self._captured.gm)
+        self._watch.refreshed()
 
     @property
     def config(self) -> Any:
@@ -226,7 +303,7 @@ class OptimizedModel(nn.Module):
         Raises:
             PromptError: empty, too long, badly padded prompts, or mask tokens without `infill`.
             ConfigError, UnknownOptionError: options that contradict each other or do not exist.
-            StaleWeightsError: parameters were replaced after `optimize`.
+            StaleWeightsError: parameters were replaced after `optimize`, or their FP8 copies are older than they are.
         """
         decoding = chosen(config, DecodingConfig, "generate(ids, max_new_tokens=64)").replace(**options)
         ids, attention_mask = encoded(input_ids, attention_mask, tokenizer)
@@ -255,7 +332,7 @@ class OptimizedModel(nn.Module):
             PromptError: `input_ids` is no (B, T) tensor of token ids.
             PaddingError: shapes differ, or padding stands between tokens.
             PromptTooLongError: a row has more tokens than the model has positions.
-            StaleWeightsError: parameters were replaced after `optimize`.
+            StaleWeightsError: parameters were replaced after `optimize`, or their FP8 copies are older than they are.
         """
         self._watch.check()
         input_ids = _token_ids(input_ids, self.facts.vocab_size)
@@ -301,6 +378,7 @@ class OptimizedModel(nn.Module):
             packed_bytes=sum(tensor.numel() * tensor.element_size() for tensor in packed),
             notes=tuple(self._notes),
             capture_seconds=self._capture_seconds,
+            fp8=self._fp8,
         )
 
     def dump_graphs(self, directory: str | Path) -> list[Path]:
@@ -320,6 +398,7 @@ class OptimizedModel(nn.Module):
             mask_token_id=mask_token_id,
             device=device,
             compiled=compiled,
+            finish=self._finish,
             inline=INLINE_REFERENCES.name not in self.compile_config.disable,
             observe=lambda program, name, gm: self._snapshots.append((f"{program}.{name}", share(gm))),
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 aten = torch.ops.aten
 
@@ -63,6 +63,32 @@ def _needed(outputs: list[Node], known: Mapping[Node, Any]) -> set[Node]:
     return needed
 
 
+def observe(gm: GraphModule, nodes: Iterable[Node], seed: int = 0) -> dict[Node, Tensor]:
+    """Values of `nodes` while a captured graph computes a batch of random ids, of shape (BATCH, LENGTH)."""
+    wanted = set(nodes)
+    placeholder = next(node for node in gm.graph.nodes if node.op == "placeholder")
+    (logits,) = next(node for node in reversed(gm.graph.nodes) if node.op == "output").args
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(int(logits.meta["val"].shape[-1]), (BATCH, LENGTH), generator=generator)
+    observer = _Observer(gm, wanted)
+    with torch.no_grad():
+        observer.run(ids.to(placeholder.meta["val"].device))
+    return observer.seen
+
+
+class _Observer(Interpreter):
+    def __init__(self, gm: GraphModule, wanted: set[Node]) -> None:
+        super().__init__(gm)
+        self.wanted, self.seen = wanted, dict[Node, Tensor]()
+
+    def run_node(self, node: Node) -> Any:
+        """Run a node and remember what was asked for."""
+        value = super().run_node(node)
+        if node in self.wanted:
+            self.seen[node] = value
+        return value
+
+
 def random_like(node: Node, seed: int = 0) -> Tensor:
     """Random normal values shaped like a [B, T, *] activation, drawn without touching the global generator."""
     value: Tensor = node.meta["val"]
@@ -85,3 +111,16 @@ def relative_deviation(expected: Tensor, actual: Tensor) -> float:
     """Largest absolute difference over the largest absolute expected value; inf when shapes differ or NaN occurs."""
     difference = deviation(expected, actual)
     return difference if difference in (0.0, math.inf) else difference / expected.double().abs().max().item()
+
+
+def relative_error(expected: Tensor, actual: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected; inf when shapes differ or NaN occurs."""
+    if expected.shape != actual.shape:
+        return math.inf
+    error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def decibels(error: float) -> float:
+    """Signal-to-quantization-noise ratio of a relative error; inf where there is none."""
+    return math.inf if error == 0 else -20 * math.log10(error)

@@ -9,11 +9,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from . import __version__, _checkpoints
 from ._decoding_options import add_decoding_options, decoding_config
-from .config import CompileConfig
+from .config import CompileConfig, Precision
 from .errors import ConfigError, DllmCompileError
 
 if TYPE_CHECKING:
@@ -77,6 +77,12 @@ def _command(commands: argparse._SubParsersAction[argparse.ArgumentParser], name
     group.add_argument("--device", help="cpu, cuda, ... [the first GPU, else cpu]")
     group.add_argument("--trust-remote-code", action="store_true", help="use the modelling code in the folder")
     group.add_argument("--no-compile", action="store_true", help="run the rewritten graph without torch.compile")
+    group.add_argument(
+        "--precision",
+        choices=get_args(Precision),
+        default="checkpoint",
+        help="fp8 multiplies feed-forward layers in FP8, auto does where the card can [checkpoint]",
+    )
     return parser
 
 
@@ -90,7 +96,7 @@ def _load(arguments: argparse.Namespace) -> tuple[_checkpoints.Checkpoint, Optim
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
     )
-    config = CompileConfig(compile=False if arguments.no_compile else None)
+    config = CompileConfig(compile=False if arguments.no_compile else None, precision=arguments.precision)
     return checkpoint, optimize(checkpoint.model, config)
 
 

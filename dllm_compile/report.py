@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from .passes import PassResult
 from .passes.graph import operator_counts
+from .precision import Fp8Report
 from .runtime.programs import Program
 
 
@@ -38,8 +39,9 @@ class Report:
         passes: normalising and fusing passes over the canonical graph, in order.
         programs: programs built so far.
         logits_error: largest difference between the rewritten and the original model's logits on two ragged random
-            samples, relative to the largest logit.
+            samples, relative to the largest logit; before FP8.
         packed_bytes: bytes of packed weights; they share storage with the user's parameters.
+        fp8: what FP8 does to the model, None where nothing is quantized.
         notes: everything that is not as fast or as complete as it could be here.
         capture_seconds: export and decomposition.
     """
@@ -54,6 +56,7 @@ class Report:
     packed_bytes: int
     notes: tuple[str, ...]
     capture_seconds: float
+    fp8: Fp8Report | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -75,6 +78,7 @@ class Report:
             f"largest difference of rewritten and original logits: {self.logits_error:.1e} of the largest logit",
         ]
         lines += [f"packed weights: {self.packed_bytes / 2**20:.1f} MiB, shared with the model's parameters (0 extra)"]
+        lines += [] if self.fp8 is None else self.fp8.lines()
         refusals = [f"{result.name}: {refusal}" for result in self.passes for refusal in result.refusals]
         lines += [f"left as it was - {refusal}" for refusal in refusals]
         lines += [f"note: {note}" for note in self.notes]

@@ -7,9 +7,13 @@ the others make one program for one kind of call. Passes that mutate caches come
 
 from __future__ import annotations
 
+import torch
+
 from .flatten_rows import WHOLE_SAMPLE, flatten_rows_pass
-from .framework import GraphPass, Level, PassResult, Refusal, run_passes
+from .framework import GraphPass, Level, PassResult, Refusal, RegionError, run_passes
 from .fuse_head_confidence import fuse_head_confidence_pass
+from .fuse_linear_add_norm import FUSE_LINEAR_ADD_NORM
+from .fuse_quantization import FUSE_QUANTIZATION
 from .inline_references import INLINE_REFERENCES
 from .insert_kv_cache import insert_kv_cache_pass
 from .insert_lacache import insert_lacache_pass
@@ -34,6 +38,8 @@ __all__ = [
     "Level",
     "PassResult",
     "Refusal",
+    "RegionError",
+    "finishing_passes",
     "flatten_rows_pass",
     "head_passes",
     "insert_kv_cache_pass",
@@ -51,7 +57,9 @@ NORMALIZE: tuple[GraphPass, ...] = (
 )
 FUSE: tuple[GraphPass, ...] = (PACK_QKV, PACK_GATE_UP)
 
-OPTIONAL: tuple[str, ...] = (*(graph_pass.name for graph_pass in FUSE), INLINE_REFERENCES.name)
+OPTIONAL: tuple[str, ...] = tuple(
+    graph_pass.name for graph_pass in (*FUSE, FUSE_QUANTIZATION, FUSE_LINEAR_ADD_NORM, INLINE_REFERENCES)
+)
 """Passes that can be left out: the result is the same, only slower."""
 
 
@@ -60,3 +68,20 @@ def head_passes(
 ) -> tuple[GraphPass, ...]:
     """Passes that end a row program in the wanted rows' tokens and confidences, and the probabilities of given ones."""
     return (select_wanted_rows_pass(guided), fuse_head_confidence_pass(mask_token_id, sampled, given))
+
+
+def finishing_passes(
+    device: torch.device, dtype: torch.dtype, *, fp8: bool, disable: tuple[str, ...] = ()
+) -> tuple[GraphPass, ...]:
+    """Passes that run last in every row program, where they pay.
+
+    Args:
+        device, dtype: of the parameters. A projection and the norm behind it are fused where kernels stand behind that:
+            on a card, in 16 bit.
+        fp8: whether linear layers are quantized.
+        disable: names of passes to leave out.
+    """
+    passes: tuple[GraphPass, ...] = (FUSE_QUANTIZATION,) if fp8 else ()
+    if fp8 or (device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)):
+        passes = (*passes, FUSE_LINEAR_ADD_NORM)
+    return tuple(graph_pass for graph_pass in passes if graph_pass.name not in disable)

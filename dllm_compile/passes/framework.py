@@ -38,6 +38,21 @@ class Refusal:
         return f"{self.where}: {self.reason}"
 
 
+@dataclass(frozen=True)
+class RegionError:
+    """How far a part of a rewritten region is from the original on the same input.
+
+    Attributes:
+        where: its weight.
+        error: norm of the difference over the norm of the original's output.
+        sqnr: the same in decibels, -20 log10(error).
+    """
+
+    where: str
+    error: float
+    sqnr: float
+
+
 class Reason(str):
     """Why a matcher refuses a region; returned in the place of the match."""
 
@@ -50,6 +65,8 @@ class Outcome:
     refusals: list[Refusal] = field(default_factory=list)
     error: float | None = None
     """Largest deviation seen by a numeric certificate (0.0: bit-equal); None where the pass needs none."""
+    regions: list[RegionError] = field(default_factory=list)
+    """What a numeric pass measured, one entry for each part of a rewritten region."""
 
     def refuse(self, node: Node, reason: str) -> None:
         """Record that the region at `node` is left alone."""
@@ -95,6 +112,7 @@ class PassResult:
     nodes_before: int
     nodes_after: int
     saves: str = ""
+    regions: tuple[RegionError, ...] = ()
 
 
 Observer = Callable[[str, GraphModule], None]
@@ -140,6 +158,7 @@ def run_passes(
                 nodes_before=before,
                 nodes_after=len(gm.graph.nodes),
                 saves=graph_pass.saves,
+                regions=tuple(outcome.regions),
             )
         )
         if observe is not None:
