@@ -148,6 +148,15 @@ def _row_scores(args: tuple[Any, ...], _: Any, __: list[Table]) -> tuple[int, in
     return 2 * prod(keys.shape), _bytes(keys) + _bytes(spans) + 2 * _bytes(scores) + _bytes(window)
 
 
+def _scored_attention(args: tuple[Any, ...], result: Any, tables: list[Table]) -> tuple[int, int]:
+    # Attention, and every key it reads against one summed query for each head.
+    flops, size = _attention("dllm.row_attention")(args, result, tables)
+    keys = sum(end - begin for begin, end in {(tile[2], tile[3]) for tile in tables[-1] if tile[0] < tile[1]})
+    q, window, spans, scores = args[0], *args[5:8]
+    written = 2 * keys * q.shape[1] * scores.element_size()
+    return flops + 2 * keys * q.shape[1] * q.shape[2], size + _bytes(window) + _bytes(spans) + written
+
+
 def pairs(operator: str, tiles: Table) -> int:
     """Scores an attention operator computes for the rows of a tile table: (query row, key row) pairs of one head."""
     count = 0
@@ -187,6 +196,7 @@ _SPECIAL: dict[str, _Cost] = {
     "aten.index_select": _gather,
     "dllm.write_rows": _write_rows,
     "dllm.qkv_rope_cache_write": _cache_write,
+    "dllm.row_attention_scored": _scored_attention,
     "dllm.row_scores": _row_scores,
     **{name: _attention(name) for name in ("dllm.row_attention", "dllm.facache_first", "dllm.facache_step")},
 }
