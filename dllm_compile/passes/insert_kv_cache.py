@@ -4,15 +4,16 @@
     qkv = linear(x, W_qkv);  q, k = rope(split 0), rope(split 1);  v = split 2
     row_attention(q, k, v, tiles)
     =>  q = qkv_rope_cache_write(qkv, cos, sin, positions, cache_rows, k_cache_i, v_cache_i)
-        row_attention(q, k_cache_i, v_cache_i, tiles)
+        row_attention(q, k_cache_i, v_cache_i, tiles, arrived)
 
 The step computes the rows it is given, writes their keys and values to `cache_rows` before attention reads them, and
 attends to whatever the tiles name. Which rows those are is a cache policy's business; all rows fill the cache. Where
 something stands between projection and rotation (QK-norm), or the projections are not packed, k and v are written by
-`write_rows` instead.
+`write_rows` instead. `arrived` is one array of zeros for all layers, with which the attention kernel counts.
 
-With `scored` layers, `row_scores` adds the raw logits between the window's queries and every cached key to `scores`
-(Flash-Cache, Eq. 2). Runs after every exact pass: regions that span a mutation no longer match.
+In `scored` layers `row_attention_scored` also adds the raw logits between the window's queries and every cached key
+(Flash-Cache, Eq. 2) to an array with a row for each head, which starts as zeros; behind the last layer the sum of its
+rows is added to `scores`. Runs after every exact pass: regions that span a mutation no longer match.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import kernels as _kernels  # noqa: F401  (registers the operators)
+from ..kernels.row_attention import ARRIVALS
 from .framework import GraphPass, Level, Outcome
-from .graph import aten, call, fake_mode_of, find, is_call, placeholders
+from .graph import aten, call, fake_mode_of, find, is_call, output_node, placeholders
 from .inputs import add_input, symbolic
 
 
@@ -67,7 +69,12 @@ def insert_kv_cache(gm: GraphModule, scored: Sequence[int]) -> Outcome:
         spans = add_input(
             gm, "spans", window.meta["val"].new_empty((window.meta["val"].shape[0], 2), dtype=torch.int32)
         )
-    for layer, attention in enumerate(find(gm, ops.row_attention.default)):
+    attentions = find(gm, ops.row_attention.default)
+    # In front of everything, so that no layer differs from the others by making them.
+    first = next(node for node in gm.graph.nodes if node.op == "call_function")
+    arrived = call(gm, aten.new_zeros.default, (attentions[0].args[3], [ARRIVALS]), like=first)
+    by_head = _zeros_by_head(gm, scores, attentions[0], first) if scored else None
+    for layer, attention in enumerate(attentions):
         q, k, v, tiles, tile_rows = attention.args
         key = k.meta["val"]  # type: ignore[union-attr]
         caches = []
@@ -83,16 +90,30 @@ def insert_kv_cache(gm: GraphModule, scored: Sequence[int]) -> Outcome:
         else:
             for cache, fresh in zip(caches, (k, v), strict=True):
                 call(gm, ops.write_rows.default, (cache, cache_rows, fresh), like=attention)
+        reading = (q, *caches, tiles, tile_rows)
         if layer in scored:
-            call(gm, ops.row_scores.default, (q, window, caches[0], spans, scores), like=attention)
-        reads = call(gm, ops.row_attention.default, (q, *caches, tiles, tile_rows), like=attention)
+            tracking = (window, spans, by_head, arrived)
+            reads = call(gm, ops.row_attention_scored.default, (*reading, *tracking), like=attention)
+        else:
+            reads = call(gm, ops.row_attention.default, (*reading, arrived), like=attention)
         attention.replace_all_uses_with(reads)
         gm.graph.erase_node(attention)
         outcome.accept()
+    if by_head is not None:
+        end = output_node(gm)
+        summed = call(gm, aten.sum.dim_IntList, (by_head, [0]), like=end)
+        call(gm, aten.add_.Tensor, (scores, summed), like=end)
     for node in (window, spans, scores):
         if not node.users:
             gm.graph.erase_node(node)
     return outcome
+
+
+def _zeros_by_head(gm: GraphModule, scores: Node, attention: Node, first: Node) -> Node:
+    """(H, K) fp32 zeros."""
+    heads = int(attention.args[0].meta["val"].shape[1])  # type: ignore[union-attr]
+    rows = call(gm, aten.sym_size.int, (scores, 0), like=first)
+    return call(gm, aten.new_zeros.default, (scores, [heads, rows]), like=first)
 
 
 def insert_kv_cache_pass(scored: Sequence[int] = ()) -> GraphPass:

@@ -34,8 +34,9 @@ from .padding import at_least_two
 from .row_programs import CacheInputs, LaCacheInputs, StepInputs, VerifyInputs
 from .shape import ModelShape
 
-# Query rows of a tile on CUDA: the height of the attention kernel's tile.
-CUDA_TILE_ROWS = 64
+# Most query rows of a tile on CUDA: those of the tallest block of the attention kernel. Where samples bring fewer rows,
+# or the card has room for more programs, a launch cuts tiles into parts (`kernels.row_attention_blocks`).
+CUDA_TILE_ROWS = 128
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,8 @@ def test_operators_of_the_program(disable, scored):
     ops = torch.ops.dllm
     fused, plain = find(gm, ops.qkv_rope_cache_write.default), find(gm, ops.write_rows.default)
     assert (len(fused), len(plain)) == ((0, 4) if disable else (2, 0))
-    assert len(find(gm, ops.row_scores.default)) == len(scored)
+    assert len(find(gm, ops.row_attention_scored.default)) == len(scored)
+    assert len(find(gm, ops.row_attention.default)) == 2 - len(scored)
     assert len(find(gm, ops.rope.default)) == (4 if disable else 0)
 
 
@@ -217,3 +218,25 @@ def test_compiled_code_copies_no_cache(optimized):
     assert "clone" not in code
     cache_copies = [line for line in code.splitlines() if "copy_(" in line]
     assert not cache_copies, cache_copies
+
+
+def test_compiled_scoring_copies_nothing(optimized):
+    """Zeros are made once for all layers, scores are added to in place, and are those of the uncompiled program."""
+    model, plain = optimized
+    fast = dllm_compile.optimize(model, compile=True)
+    inputs, rows = _step(_samples(), ALL, torch.arange(sum(LENGTHS)))
+    window = torch.tensor([[2, 3, -1], [14, 15, 16]])
+    spans = torch.tensor([[o, o + n] for o, n in zip(OFFSETS, LENGTHS, strict=True)], dtype=torch.int32)
+    found = []
+    for programs in (fast.programs, plain.programs):
+        scores = torch.full((CACHE_ROWS,), 0.25)
+        cache = CacheInputs(_caches(plain.programs.shape), rows, (0, 1), window, spans, scores)
+        _, sources = run_and_get_code(programs.cached_step, inputs, cache)
+        found.append((scores, "\n".join(sources)))
+    (scores, code), (expected, _) = found
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-4)
+    calls = re.findall(r"torch\.ops\.dllm\.row_attention_scored\.default\((.*)\)", code)
+    assert len(calls) == 2
+    by_head, arrived = ({call.split(", ")[-i] for call in calls} for i in (2, 1))
+    assert len(by_head) == len(arrived) == 1, "both layers add to one array, and count with one"
+    assert "clone" not in code
