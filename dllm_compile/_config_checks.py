@@ -14,7 +14,15 @@ from .errors import ConfigError
 
 # The value a rule takes when it is chosen by name only (sources: algorithms' released defaults).
 RULE_DEFAULTS: dict[str, float] = {"threshold": 0.9, "factor": 1.0, "frechet_margin": 0.25}
-RULE_PARAMETER: dict[str, str] = {"threshold": "threshold", "factor": "factor", "frechet": "frechet_margin"}
+RULE_PARAMETER: dict[str, str] = {
+    "threshold": "threshold",
+    "factor": "factor",
+    "frechet": "frechet_margin",
+    "flash_verify": "threshold",
+}
+# By verify rule. The product rule's is that of the released scripts for GSM8K; none is published for the other one,
+# which compares every probability by itself and so needs a larger one for the same risk.
+GAMMA_DEFAULTS: dict[str, float] = {"product": 0.8, "per_token": 0.9}
 
 # Options that only mean something for some values of another one.
 BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -29,6 +37,11 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "lookahead": ("cache", ("flash",)),
     "track": ("cache", ("flash",)),
     "score_layers": ("cache", ("flash",)),
+    "gamma": ("commit", ("flash_verify",)),
+    "verify_rule": ("commit", ("flash_verify",)),
+    "verify_candidates": ("commit", ("flash_verify",)),
+    "verify_context": ("commit", ("flash_verify",)),
+    "verify_rows": ("commit", ("flash_verify",)),
     "suffix_window": ("suffix", ("dpad", "window")),
     "k_sigma": ("suffix", ("dpad",)),
     "scale": ("suffix", ("dpad",)),
@@ -51,6 +64,9 @@ INTEGERS: dict[str, int | None] = {
     "window_length": 1,
     "lookahead": 0,
     "track": None,
+    "verify_candidates": 1,
+    "verify_context": 0,
+    "verify_rows": 2,
     "suffix_window": 1,
     "slots": 1,
     "seed": None,
@@ -60,6 +76,7 @@ NUMBERS: dict[str, tuple[float, bool]] = {
     "threshold": (0, True),
     "factor": (0, False),
     "frechet_margin": (0, True),
+    "gamma": (0, True),
     "temperature": (0, True),
     "cfg_scale": (0, True),
     "k_sigma": (0, True),

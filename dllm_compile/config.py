@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ._config_checks import (
     BELONGS_TO,
     FP8_BELONGS_TO,
+    GAMMA_DEFAULTS,
     RULE_DEFAULTS,
     RULE_PARAMETER,
     check_belonging,
@@ -22,7 +23,8 @@ from ._config_checks import (
 )
 from .errors import ConfigError, UnknownOptionError
 
-CommitRule = Literal["quota", "threshold", "factor", "frechet"]
+CommitRule = Literal["quota", "threshold", "factor", "frechet", "flash_verify"]
+VerifyRule = Literal["product", "per_token"]
 Remasking = Literal["low_confidence", "random"]
 EosRule = Literal["block", "first", "rightmost", "none"]
 LastRank = Literal["strict", "released"]
@@ -117,10 +119,22 @@ class DecodingConfig(_Replaceable):
         steps: denoising steps for the whole answer under the quota rule, a multiple of the number of blocks;
             None means one token a step.
         commit: rule that picks the tokens to keep in a step. None: the rule whose parameter is set, else "quota".
+            "flash_verify" (with cache="flash", greedy) keeps what "threshold" keeps, then drafts the most confident of
+            the other candidates and checks them in a second, smaller forward.
         threshold: commit every token with confidence >= threshold, at least one (Fast-dLLM); above 1 is one a step.
         factor: commit ranks k while (k + 1)(1 - c_k) <= factor, at least one (Fast-dLLM).
         frechet_margin: commit the largest k whose Fréchet lower bound beats the upper bound by more than this
             (Fast-dLLM++).
+        gamma: with "flash_verify", how sure the second forward must be of a draft; above 1 accepts none. None: 0.8 for
+            verify_rule="product", 0.9 for "per_token".
+        verify_rule: with "flash_verify", drafts are accepted while the product of their probabilities is >= gamma
+            ("product", Flash-dLLM's released code), or while the forward's best token agrees and its probability
+            is >= gamma ("per_token", the paper's Eq. 5).
+        verify_candidates: with "flash_verify", most drafts of a step; None: half of `window_length`.
+        verify_context: with "flash_verify", most decoded rows that are computed beside the drafts; tokens of the
+            step's first forward always are. None: as many as `verify_rows` leaves room for.
+        verify_rows: with "flash_verify", rows of the second forward, two for each draft and the rest context; None:
+            twice `window_length`, or what window and drafts need.
         last_rank: "released" reproduces Fast-dLLM's factor loop, which also commits a failing *last* rank.
         temperature: 0 is greedy; else Gumbel noise of that temperature on the logits.
         cfg_scale: classifier-free guidance, z = z_u + (cfg_scale + 1)(z_c - z_u); 0 is off.
@@ -176,6 +190,11 @@ class DecodingConfig(_Replaceable):
     threshold: float | None = None
     factor: float | None = None
     frechet_margin: float | None = None
+    gamma: float | None = None
+    verify_rule: VerifyRule = "product"
+    verify_candidates: int | None = None
+    verify_context: int | None = None
+    verify_rows: int | None = None
     last_rank: LastRank = "strict"
     temperature: float = 0.0
     cfg_scale: float = 0.0
@@ -212,14 +231,16 @@ class DecodingConfig(_Replaceable):
         if self.eos is not None:
             one_of("eos", self.eos, EosRule)
         one_of("last_rank", self.last_rank, LastRank)
+        one_of("verify_rule", self.verify_rule, VerifyRule)
         if self.commit is not None:
             one_of("commit", self.commit, CommitRule)
         self._check_rule()
         self._check_steps()
         self._check_cache()
+        self._check_verify()
 
     def _check_rule(self) -> None:
-        given = [name for name in RULE_PARAMETER.values() if getattr(self, name) is not None]
+        given = [name for name in dict.fromkeys(RULE_PARAMETER.values()) if getattr(self, name) is not None]
         require(len(given) <= 1, f"{' and '.join(given)} are rules of their own: set one of them")
         wanted = RULE_PARAMETER.get(self.rule)
         if given and given[0] != wanted:
@@ -254,6 +275,44 @@ class DecodingConfig(_Replaceable):
                 f"suffix={self.suffix!r} chooses masks once a block, and cache='flash' has no blocks; it computes only "
                 "the nearest masks anyway: use suffix='all'"
             )
+
+    def _check_verify(self) -> None:
+        if self.rule != "flash_verify":
+            return
+        if self.cache != "flash":
+            raise ConfigError(
+                f"commit='flash_verify' checks drafts against the cache of cache='flash', not of cache={self.cache!r}: "
+                "change one of the two"
+            )
+        for name, what in (("temperature", "samples tokens"), ("cfg_scale", "guides them")):
+            if getattr(self, name) > 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} {what}, and commit='flash_verify' is defined for the model's own "
+                    f"most probable tokens: set {name}=0 or use commit='threshold'"
+                )
+        needed = self.window_length + self.most_candidates
+        require(
+            self.verify_size >= needed,
+            f"verify_rows={self.verify_rows} must be at least window_length + verify_candidates = {needed}, so that "
+            "every token of the step's first forward has a row",
+        )
+
+    @property
+    def most_candidates(self) -> int:
+        """Most drafts that a verify pass checks."""
+        return max(1, self.window_length // 2) if self.verify_candidates is None else self.verify_candidates
+
+    @property
+    def verify_size(self) -> int:
+        """Rows of a verify pass, for each sample."""
+        if self.verify_rows is not None:
+            return self.verify_rows
+        return max(2 * self.window_length, self.window_length + self.most_candidates)
+
+    @property
+    def verify_gamma(self) -> float:
+        """The gamma in force."""
+        return GAMMA_DEFAULTS[self.verify_rule] if self.gamma is None else self.gamma
 
     @property
     def rule(self) -> CommitRule:

@@ -9,7 +9,8 @@ belong to that model and its prompts. Sources:
 * DPad: arXiv 2508.14148, scripts of Crys-Chen/DPad.
 * dKV-Cache: arXiv 2505.15781, README of horseee/dKV-Cache.
 * dInfer: arXiv 2510.08666, examples of inclusionAI/dInfer (16 / 16 / 4 with blocks of 64).
-* Flash-Cache: arXiv 2609.26796, scripts of VILA-Lab/Flash-dLLM, without the verify pass.
+* Flash-Cache: arXiv 2609.26796, scripts of VILA-Lab/Flash-dLLM; "flash" without the verify pass, "flash-verify" with
+  it. The scripts' gammas belong to the released code's product rule.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .config import DecodingConfig
 
 _FAST = DecodingConfig(threshold=0.9, block_length=32)
 _FLASH = DecodingConfig(threshold=0.9, cache="flash", max_new_tokens=512)
+_VERIFY = _FLASH.replace(commit="flash_verify", gamma=0.8)
 _DPAD_SHORT = _FAST.replace(suffix="dpad", max_new_tokens=256)
 _DPAD_LONG = _FAST.replace(suffix="dpad", max_new_tokens=512)
 
@@ -32,6 +34,10 @@ PRESETS: dict[str, DecodingConfig] = {
     "flash/math": _FLASH,
     "flash/humaneval": _FLASH,
     "flash/mbpp": _FLASH.replace(track=48),
+    "flash-verify/gsm8k": _VERIFY,
+    "flash-verify/math": _VERIFY.replace(gamma=0.85),
+    "flash-verify/humaneval": _VERIFY.replace(gamma=0.85),
+    "flash-verify/mbpp": _VERIFY.replace(track=48),
     "dpad/gsm8k": _DPAD_SHORT.replace(k_sigma=4.0, scale=2.0, suffix_window=256),
     "dpad/math": _DPAD_SHORT.replace(k_sigma=4.0, scale=2.0, suffix_window=256),
     "dpad/humaneval": _DPAD_LONG.replace(k_sigma=3.0, scale=2.3, suffix_window=512),

@@ -30,6 +30,10 @@ BESIDE = {
     "window_length": {"cache": "flash"},
     "lookahead": {"cache": "flash"},
     "track": {"cache": "flash"},
+    "gamma": {"cache": "flash", "commit": "flash_verify"},
+    "verify_candidates": {"cache": "flash", "commit": "flash_verify"},
+    "verify_context": {"cache": "flash", "commit": "flash_verify"},
+    "verify_rows": {"cache": "flash", "commit": "flash_verify", "window_length": 4},
     "suffix_window": {"suffix": "dpad"},
     "k_sigma": {"suffix": "dpad"},
     "scale": {"suffix": "dpad"},
@@ -42,7 +46,7 @@ def config_with(name: str, value: object) -> DecodingConfig:
 
 def test_every_field_is_checked():
     """A field that is added must be put into a table or be a choice of words."""
-    words = {"commit", "last_rank", "remasking", "eos", "cache", "score_layers", "suffix"}
+    words = {"commit", "verify_rule", "last_rank", "remasking", "eos", "cache", "score_layers", "suffix"}
     by_hand = {"eos_token_id", "lacache_layers"}
     fields = {field.name for field in dataclasses.fields(DecodingConfig)}
     assert fields == words | by_hand | set(INTEGERS) | set(NUMBERS) | set(SWITCHES)
@@ -161,3 +165,41 @@ def test_compile_and_strict(bad):
         CompileConfig(compile=bad)
     with pytest.raises(ConfigError, match="strict must be True or False"):
         CompileConfig(strict=bad)
+
+
+VERIFY = {"cache": "flash", "commit": "flash_verify"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cache": "dual"}, ("flash_verify", "cache='flash'", "cache='dual'")),
+        ({"cache": "none"}, ("flash_verify", "cache='flash'", "cache='none'")),
+        ({"temperature": 0.5}, ("flash_verify", "temperature=0.5")),
+        ({"cfg_scale": 1.5}, ("flash_verify", "cfg_scale=1.5")),
+        ({"remasking": "random"}, ("flash_verify", "remasking='random'")),
+        ({"steps": 4}, ("flash_verify", "steps")),
+        ({"factor": 1.0}, ("flash_verify", "factor")),
+        ({"verify_rows": 23}, ("verify_rows=23", "24")),
+        ({"verify_rows": 24, "verify_candidates": 9}, ("verify_rows=24", "25")),
+        ({"commit": "threshold", "gamma": 0.8}, ("gamma", "flash_verify", "'threshold'")),
+        ({"commit": None, "threshold": 0.9, "verify_rule": "per_token"}, ("verify_rule", "flash_verify")),
+    ],
+    ids=str,
+)
+def test_flash_verify_goes_with_flash_cache_and_greedy_tokens(options, words):
+    with pytest.raises(ConfigError) as error:
+        DecodingConfig(**{**VERIFY, **options})
+    assert all(word in str(error.value) for word in words)
+
+
+def test_sizes_of_a_verify_pass():
+    """The published ones by default; more candidates than fit make the pass larger."""
+    config = DecodingConfig(**VERIFY)
+    assert (config.verify_size, config.most_candidates, config.verify_gamma, config.rule_parameter) == (32, 8, 0.8, 0.9)
+    assert config.replace(verify_rule="per_token").verify_gamma == 0.9
+    assert config.replace(window_length=8).verify_size == 16
+    assert config.replace(verify_candidates=16).verify_size == 32
+    assert config.replace(verify_candidates=20).verify_size == 36
+    assert config.replace(window_length=1).most_candidates == 1
+    assert config.replace(gamma=1.1, threshold=0.8).rule_parameter == 0.8

@@ -195,9 +195,9 @@ def _(
     _check(q, k, v, k_cache, v_cache, tiles, views, hidden)
     arguments = (q, k, v, k_cache, v_cache, tiles, views, hidden, tile_rows)
     if has_triton():
-        from dllm_compile.kernels import verify_attention_triton as triton_version
+        from dllm_compile.kernels.verify_attention_triton import kernel_takes, verify_attention_triton
 
-        if triton_version.kernel_takes(q, tile_rows):
+        if kernel_takes(q, tile_rows):
             with torch.cuda.device(q.device):  # Triton launches on the current device
-                return triton_version.verify_attention_triton(*arguments)
+                return verify_attention_triton(*arguments)
     return verify_attention_masked(*arguments)

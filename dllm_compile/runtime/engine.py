@@ -171,7 +171,8 @@ class _Loop:
 
     def _harvest(self, ended: Sequence[int]) -> None:
         session, state = self.session, self.session.state
-        tokens, blocks, steps, ends = state.tokens.cpu(), state.block.tolist(), state.steps.tolist(), state.end.tolist()
+        tokens, blocks, ends = state.tokens.cpu(), state.block.tolist(), state.end.tolist()
+        forwards = (state.steps * session.constants.forwards_per_draft + state.verified).tolist()
         for i in ended:
             sample, offset = session.layout.samples[i], session.layout.offsets[i]
             last = sample.span(blocks[i])[1]
@@ -181,7 +182,7 @@ class _Loop:
                 tokens=tokens[offset : offset + sample.length].clone(),
                 prompt_length=len(sample.prompt),
                 decoded=last - len(sample.prompt),
-                forwards=steps[i] * session.constants.forwards_per_step,
+                forwards=forwards[i],
             )
             self.slots.release(sample)
 

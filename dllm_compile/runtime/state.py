@@ -33,6 +33,7 @@ class CanvasState:
         masks_at_start: (S,) int64, masks in the current block when it was begun.
         step_in_block: (S,) int64.
         steps: (S,) int64, steps in which the sample was active.
+        verified: (S,) int64, verify passes that had a draft of the sample to check.
         age: (S,) int64, steps since all rows of the sample were computed, that one included.
         end: (S,) int64, canvas position at which the answer ends, `NO_END` while none is known.
         due: (S,) bool, samples whose next step must compute all their rows. They wait for a step that does.
@@ -48,6 +49,7 @@ class CanvasState:
     masks_at_start: Tensor
     step_in_block: Tensor
     steps: Tensor
+    verified: Tensor
     age: Tensor
     end: Tensor
     due: Tensor
@@ -68,6 +70,7 @@ class CanvasState:
             masks_at_start=(layout.plan[:, 0] >= 0).sum(-1),
             step_in_block=zeros.clone(),
             steps=zeros.clone(),
+            verified=zeros.clone(),
             age=zeros.clone(),
             end=torch.full_like(zeros, NO_END),
             due=layout.exists.clone(),

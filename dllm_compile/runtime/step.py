@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..config import DecodingConfig
 from ..kernels import counter_rng
-from .cache import CachePolicy
-from .commit import CommitRule, commit_rule
+from .cache import CachePolicy, Drafts
+from .commit import CommitRule, FlashVerifyRule, commit_rule
 from .eos import BlockView, EosRule, eos_rule
 from .facts import ModelFacts, stop_ids
 from .layout import Layout
@@ -95,7 +95,12 @@ class StepConstants:
 
     @property
     def forwards_per_step(self) -> int:
-        """Forwards counted for one step: 2 with guidance."""
+        """Forwards run in one step: 2 with guidance; a verify pass counts, also when it has nothing to check."""
+        return self.forwards_per_draft + isinstance(self.commit, FlashVerifyRule)
+
+    @property
+    def forwards_per_draft(self) -> int:
+        """Forwards of one step in front of a verify pass: 2 with guidance."""
         return 1 if self.guidance is None else 2
 
 
@@ -159,6 +164,9 @@ def decode_step(
     # Whatever is not taken goes to the spare place behind the last row.
     places = torch.where(take, asked.rows, layout.rows).flatten()
     state.tokens.scatter_(0, places, token.flatten())
+    if isinstance(constants.commit, FlashVerifyRule):
+        draft = _Draft(asked, token, confidence, valid & ~take, places)
+        places = torch.cat((places, _verify(cache, constants, constants.commit, layout, state, block, draft)))
     if cache.tracks_commits:
         fresh = torch.zeros_like(state.fresh).index_fill_(0, places, True)[: layout.rows]
         kept = state.fresh[: layout.rows]
@@ -166,6 +174,52 @@ def decode_step(
     moves, ended = _advance(constants, layout, state, block, active)
     state.age.copy_(torch.where(active, torch.where(state.due, 1, state.age + 1), state.age))
     state.due.copy_(torch.where(active, cache.due(moves, ended, state), state.due))
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What a step's first forward proposed for the candidates `asked`, (S, m) tensors.
+
+    Attributes:
+        asked: the candidates.
+        token: proposed tokens.
+        confidence: their confidences.
+        left: candidates that were not committed.
+        places: (S * m,) int64, canvas rows that were, R for those that were not.
+    """
+
+    asked: _Block
+    token: Tensor
+    confidence: Tensor
+    left: Tensor
+    places: Tensor
+
+
+def _verify(
+    cache: CachePolicy,
+    constants: StepConstants,
+    rule: FlashVerifyRule,
+    layout: Layout,
+    state: CanvasState,
+    block: _Block,
+    draft: _Draft,
+) -> Tensor:
+    """Check drafts in a second forward and commit what it confirms; the canvas rows (S * c,), R for none."""
+    # A stop id of the first forward ends the answer already here: what lies behind it is no candidate.
+    end = constants.eos(_view(constants, layout, state, block))
+    search = rule.search(draft.confidence, draft.left & (draft.asked.positions < end[:, None]))
+    rows, tokens = (value.gather(1, search.columns) for value in (draft.asked.rows, draft.token))
+    committed = torch.zeros_like(state.fresh).index_fill_(0, draft.places, True)[: layout.rows]
+    drafts = Drafts(rows, tokens, search.real, committed, constants.banned)
+    token, confidence, probability = cache.verify(drafts, layout, state)
+    if constants.stops_last:
+        confidence = torch.where(_is_stop(constants, token), 0.0, confidence)
+        probability = torch.where(_is_stop(constants, tokens), 0.0, probability)
+    accepted = rule.accept(tokens, token, confidence, probability, search.real)
+    places = torch.where(accepted, rows, layout.rows).flatten()
+    state.tokens.scatter_(0, places, tokens.flatten())
+    state.verified.add_(search.real.any(-1))
+    return places
 
 
 def _current_block(constants: StepConstants, layout: Layout, state: CanvasState) -> _Block:
@@ -212,6 +266,19 @@ def _is_stop(constants: StepConstants, token: Tensor) -> Tensor:
     return (token[..., None] == constants.stops).any(-1)
 
 
+def _view(constants: StepConstants, layout: Layout, state: CanvasState, block: _Block) -> BlockView:
+    """The current block with what this step has committed so far."""
+    tokens = state.tokens[block.rows]
+    answer = block.exists & (block.positions >= layout.prompt_length[:, None])
+    return BlockView(
+        positions=block.positions,
+        exists=block.exists,
+        open=block.masked & (tokens == constants.mask_token_id),
+        stop=answer & _is_stop(constants, tokens),
+        end=state.end,
+    )
+
+
 def _advance(
     constants: StepConstants, layout: Layout, state: CanvasState, block: _Block, active: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -220,18 +287,9 @@ def _advance(
     Returns:
         Two (S,) bool: samples that enter a block, and those whose end became known.
     """
-    tokens = state.tokens[block.rows]
-    still_open = block.masked & (tokens == constants.mask_token_id)
-    answer = block.exists & (block.positions >= layout.prompt_length[:, None])
-    view = BlockView(
-        positions=block.positions,
-        exists=block.exists,
-        open=still_open,
-        stop=answer & _is_stop(constants, tokens),
-        end=state.end,
-    )
+    view = _view(constants, layout, state, block)
     end = torch.where(active, constants.eos(view), state.end)
-    finished = active & ~(still_open & (block.positions < end[:, None])).any(-1)
+    finished = active & ~(view.open & (block.positions < end[:, None])).any(-1)
     done = state.done | (finished & ((end != NO_END) | (state.block + 1 >= layout.n_blocks)))
     flat = state.tokens[: layout.rows]
     behind = (flat == constants.mask_token_id) & (layout.positions >= end[layout.sample_of_row])

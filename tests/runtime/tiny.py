@@ -18,11 +18,12 @@ from dllm_compile.kernels import counter_rng
 from dllm_compile.runtime.engine import decode
 from dllm_compile.runtime.facts import ModelFacts, stop_ids
 from dllm_compile.runtime.output import GenerationOutput
-from dllm_compile.runtime.row_programs import CacheInputs, LaCacheInputs, StepInputs
+from dllm_compile.runtime.row_programs import CacheInputs, LaCacheInputs, StepInputs, VerifyInputs
 from dllm_compile.runtime.shape import ModelShape
 from tests.reference.cached_loop import CachedResult, CacheOptions, cached_decode
 from tests.reference.plain_loop import PlainOptions, PlainResult, plain_decode
 from tests.reference.stale_rows import Attend, RowModel
+from tests.reference.verify_loop import VerifyOptions, verify_decode
 
 from .tiny_model import EOS, EOT, MASK, PAD, VOCAB, TinyModel, attention
 
@@ -105,6 +106,7 @@ class CachedPrograms(FlatPrograms):
     def __init__(self, model: TinyModel, tile_rows: int | None = None) -> None:
         super().__init__(model, tile_rows)
         self.cache_calls: list[CacheInputs] = []
+        self.verify_calls: list[tuple[StepInputs, VerifyInputs]] = []
 
     def cached_step(self, inputs: StepInputs, cache: CacheInputs) -> tuple[Tensor, Tensor]:
         self.cache_calls.append(cache)
@@ -128,6 +130,33 @@ class CachedPrograms(FlatPrograms):
             return self.step(inputs)
         finally:
             self._attend = None
+
+    def verify_step(self, inputs: StepInputs, verify: VerifyInputs) -> tuple[Tensor, Tensor, Tensor]:
+        self.verify_calls.append((inputs, verify))
+        before = {name: cache.clone() for name, cache in verify.caches.items()}
+        layer = 0
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal layer
+            keys, values = verify.caches[f"k_cache_{layer}"], verify.caches[f"v_cache_{layer}"]
+            layer += 1
+            out = torch.zeros_like(q)
+            for q_begin, q_end, k_begin, k_end in inputs.tiles.tolist():
+                cached = [row for row in range(k_begin, k_end) if not verify.hidden[row]]
+                for row in range(q_begin, q_end):
+                    depth = int(verify.views[row, 0])
+                    own = [i for i in range(q_begin, q_end) if verify.views[i, 1] <= depth < verify.views[i, 2]]
+                    if depth >= 0:
+                        seen = (torch.cat((old[cached], new[own])) for old, new in ((keys, k), (values, v)))
+                        out[row] = attention(q[row : row + 1], *seen)[0]
+            return out
+
+        z = self.model.logits(self.model.hidden(inputs.ids, inputs.positions, attend))[inputs.wanted]
+        for name, cache in verify.caches.items():
+            assert torch.equal(cache, before[name]), f"{name} was written"
+        token, confidence = pick(z, inputs)
+        z = z.masked_fill((torch.arange(VOCAB)[:, None] == inputs.banned).any(-1), -torch.inf)
+        return token, confidence, z.double().softmax(-1).gather(1, verify.given[:, None]).squeeze(1).float()
 
     _attend: Attend | None = None
 
@@ -205,6 +234,12 @@ def cache_options_of(config: DecodingConfig) -> CacheOptions:
     return CacheOptions(**{field.name: getattr(config, field.name) for field in dataclasses.fields(CacheOptions)})
 
 
+def verify_options_of(config: DecodingConfig) -> VerifyOptions:
+    """The reference's options of a verify pass."""
+    size, most, gamma = config.verify_size, config.most_candidates, config.verify_gamma
+    return VerifyOptions(config.verify_rule, gamma, most, size, config.verify_context)
+
+
 def cached(
     model: RowModel, prompts: list[Tensor], config: DecodingConfig, facts: ModelFacts = FACTS
 ) -> list[CachedResult]:
@@ -213,6 +248,9 @@ def cached(
     if not config.has_blocks:
         options = dataclasses.replace(options, block_length=config.max_new_tokens)
     policy = cache_options_of(config)
+    if config.rule == "flash_verify":
+        verify = verify_options_of(config)
+        return [verify_decode(model, prompt.tolist(), options, policy, verify) for prompt in prompts]
     return [cached_decode(model, prompt.tolist(), options, policy, i) for i, prompt in enumerate(prompts)]
 
 

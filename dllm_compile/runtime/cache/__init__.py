@@ -12,8 +12,9 @@ from .flash import FlashCache
 from .lacache import LaCache
 from .prefix import PrefixCache
 from .uncached import Uncached, UncachedPruned
+from .verify_rows import Drafts
 
-__all__ = ["CachePolicy", "Look", "cache_policy"]
+__all__ = ["CachePolicy", "Drafts", "Look", "cache_policy"]
 
 
 def cache_policy(config: DecodingConfig, programs: RowPrograms, cache_rows: int, mask_token_id: int) -> CachePolicy:

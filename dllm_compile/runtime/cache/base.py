@@ -13,6 +13,7 @@ from torch import Tensor
 from ..layout import Layout, Sample
 from ..row_programs import StepInputs
 from ..state import CanvasState
+from .verify_rows import Drafts
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,20 @@ class CachePolicy(ABC):
         Returns:
             (token (W,) int64, confidence (W,) fp32) of the wanted rows; anything for samples that take no part.
         """
+
+    def verify(self, drafts: Drafts, layout: Layout, state: CanvasState) -> tuple[Tensor, Tensor, Tensor]:
+        """A second forward of the step that checks drafts and changes neither cache nor canvas.
+
+        Args:
+            drafts: what is checked.
+            layout: where the rows lie.
+            state: the canvas with the first forward's commits; its counters and `fresh` are those before the step.
+
+        Returns:
+            (S, c) each, for a candidate under its mask: the most probable token int64, its probability fp32 and the
+            draft's. Anything where a candidate is not real.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no verify pass: the configuration refuses it")
 
     def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
         """(S,) bool: samples whose next step must compute all their rows.
