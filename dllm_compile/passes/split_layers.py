@@ -17,16 +17,15 @@ The graph is not changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .graph import aten, attribute, module_path, output_node
+from .graph import aten, attribute, facts, hashable, module_path, output_node
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +86,7 @@ def _is_own(node: Node) -> bool:
 
 def _is_attention(node: Node) -> bool:
     name = node.target._opname if _is_own(node) else ""  # type: ignore[union-attr]
-    return name.endswith("attention") or name.startswith("facache")
+    return "attention" in name or name.startswith("facache")
 
 
 def _reads_from_memory(node: Node) -> bool:
@@ -173,34 +172,12 @@ def _segment(gm: GraphModule, nodes: Sequence[Node]) -> Segment:
             described.append(_described(gm, node))
         return ("input", inputs[node])
 
-    body = tuple((node.target, _hashable(node.args, token), _hashable(node.kwargs, token)) for node in nodes)
+    body = tuple((node.target, hashable(node.args, token), hashable(node.kwargs, token)) for node in nodes)
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    results = tuple((local[node], _facts(node.meta["val"])) for node in outputs)
+    results = tuple((local[node], facts(node.meta["val"])) for node in outputs)
     return Segment(tuple(nodes), tuple(inputs), outputs, (body, tuple(described), results))
-
-
-def _hashable(value: Any, token: Callable[[Node], Hashable]) -> Hashable:
-    """Arguments of a call as nested tuples; `1`, `1.0` and `True` stay different."""
-    if isinstance(value, Node):
-        return token(value)
-    if isinstance(value, tuple | list):
-        return tuple(_hashable(item, token) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _hashable(item, token)) for key, item in value.items())
-    if isinstance(value, slice):
-        return ("slice", *(_hashable(part, token) for part in (value.start, value.stop, value.step)))
-    return (type(value), repr(value))
 
 
 def _described(gm: GraphModule, node: Node) -> Hashable:
     """What a compiled function may depend on in an input."""
-    return _facts(attribute(gm, node) if node.op == "get_attr" else node.meta["val"])
-
-
-def _facts(value: Any) -> Hashable:
-    """Symbolic sizes are compared by name: all inputs of a program live in one shape environment."""
-    if isinstance(value, Tensor):
-        return (value.dtype, value.device, tuple(map(str, value.shape)), tuple(map(str, value.stride())))
-    if isinstance(value, tuple | list):
-        return tuple(map(_facts, value))
-    return (type(value), str(value))
+    return facts(attribute(gm, node).detach() if node.op == "get_attr" else node.meta["val"])

@@ -127,7 +127,7 @@ class LayerByLayer:
 
 
 def _compiled(gm: GraphModule) -> Callable[..., Any]:
-    return torch.compile(gm, fullgraph=True, options={"guard_filter_fn": _guards_on_inputs})  # type: ignore[no-any-return]
+    return torch.compile(gm.forward, fullgraph=True, options={"guard_filter_fn": _guards_on_inputs})  # type: ignore[no-any-return]
 
 
 def _mark(nodes: Iterable[Node], values: Iterable[Tensor]) -> None:
