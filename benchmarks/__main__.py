@@ -10,7 +10,12 @@ from pathlib import Path
 
 from .environment import environment
 
-CASES = {"lacache-steps": "lacache_steps", "lacache-interval": "lacache_interval", "cache-kernels": "cache_kernels"}
+CASES = {
+    "lacache-steps": "lacache_steps",
+    "lacache-interval": "lacache_interval",
+    "cache-kernels": "cache_kernels",
+    "fp8-kernels": "fp8_kernels",
+}
 
 
 def main() -> None:

@@ -7,13 +7,33 @@ compute-sanitizer --tool racecheck python tests/gpu/sanitize.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from dllm_compile import kernels as _kernels  # noqa: F401  (registers the operators)
+from dllm_compile.kernels import fp8_format
 from dllm_compile.runtime.block_tiles import block_tile_table
 from dllm_compile.runtime.layout import tile_table
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+
+
+def run_fp8(draw: Callable[..., torch.Tensor]) -> None:
+    """The FP8 operators by each of their routes for few rows, and the library's."""
+    ops = torch.ops.dllm
+    gain = draw(384)
+    weight = fp8_format.quantize_weight(draw(384, 2048), 128)
+    for rows in (1, 19, 50, 101, 130):
+        residual = draw(rows, 384)
+        total, codes, scales = ops.add_rms_norm_quant(draw(rows, 384), residual, gain, 1e-5, 128)
+        ops.fp8_linear(codes, scales, *fp8_format.quantize_weight(draw(8192, 384), 128), residual.dtype)
+        activated = ops.swiglu_quant(draw(rows, 2048), draw(rows, 2048), 128)
+        ops.fp8_linear(*activated, *weight, residual.dtype)
+        ops.fp8_linear_add_rms_norm(*activated, *weight, total, gain, 1e-5)
+        ops.linear_add_rms_norm(draw(rows, 1100), draw(384, 1100), total, gain, 1e-5)
+        ops.linear_add_rms_norm_quant(draw(rows, 1024), draw(384, 1024), total, gain, 1e-5, 128)
+        ops.quantize(draw(rows, 640), 128)
 
 
 def main() -> None:
@@ -54,6 +74,8 @@ def main() -> None:
         seeds, temperature = torch.arange(13, device="cuda"), torch.tensor(0.7, device="cuda")
         ops.head_confidence(x, weight, 1.0, 7, banned, None, None)
         ops.head_confidence(x, weight, 1.0, 7, banned, seeds, temperature)
+        if torch.cuda.get_device_capability() >= (8, 9):
+            run_fp8(draw)
         torch.cuda.synchronize()
     print("every kernel ran")
 
