@@ -198,5 +198,8 @@ _SPECIAL: dict[str, _Cost] = {
     "dllm.qkv_rope_cache_write": _cache_write,
     "dllm.row_attention_scored": _scored_attention,
     "dllm.row_scores": _row_scores,
-    **{name: _attention(name) for name in ("dllm.row_attention", "dllm.facache_first", "dllm.facache_step")},
+    **{
+        name: _attention(name)
+        for name in ("dllm.row_attention", "dllm.cached_attention", "dllm.facache_first", "dllm.facache_step")
+    },
 }
