@@ -14,6 +14,7 @@ import torch
 from . import (
     add_rms_norm_quant,
     attention,
+    cached_attention,
     embed,
     facache,
     fp8_linear,
@@ -42,6 +43,7 @@ __all__ = [
     "INLINED",
     "add_rms_norm_quant",
     "attention",
+    "cached_attention",
     "embed",
     "facache",
     "fp8_linear",

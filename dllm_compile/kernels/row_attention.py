@@ -83,35 +83,32 @@ def check_row_attention(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> None:
         raise ValueError(f"row_attention: tiles must be (n, 4) int32, got {[*tiles.shape]} {tiles.dtype}")
 
 
-ARRIVALS = 4096
-"""Counters that a caller who passes `arrived` provides: enough wherever programs share the keys of a tile."""
-
-
 @torch.library.custom_op(
     "dllm::row_attention",
-    mutates_args=("arrived",),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor tiles, SymInt tile_rows, Tensor(a!)? arrived=None) -> Tensor",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor tiles, SymInt tile_rows) -> Tensor",
 )
-def row_attention(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, arrived: Tensor | None = None
-) -> Tensor:
-    """See `row_attention_reference`. On CUDA no tile may have more than `tile_rows` rows.
-
-    `arrived` spares the CUDA kernel the zeros it counts with where several programs share a tile: (`ARRIVALS`,) int32
-    zeros, contiguous, which are zeros again afterwards. Calls that may run at the same time must not share them.
-    """
+def row_attention(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
+    """See `row_attention_reference`. On CUDA no tile may have more than `tile_rows` rows."""
     check_row_attention(q, k, v, tiles)
     return row_attention_reference(q, k, v, tiles, tile_rows)
 
 
 @row_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, arrived: Tensor | None = None) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
 
 @row_attention.register_kernel("cuda")
-def _(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, arrived: Tensor | None = None) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
     check_row_attention(q, k, v, tiles)
+    return row_attention_cuda(q, k, v, tiles, tile_rows)
+
+
+def row_attention_cuda(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, arrived: Tensor | None = None
+) -> Tensor:
+    """`row_attention_reference` for CUDA: the Triton kernel where it can be had, else the dense call."""
     if has_triton():
         from dllm_compile.kernels import row_attention_triton as triton_version
 

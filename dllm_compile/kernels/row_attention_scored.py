@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dllm_compile._compat import has_triton
-from dllm_compile.kernels.row_attention import check_row_attention, row_attention, row_attention_reference
+from dllm_compile.kernels.cached_attention import check_arrived
+from dllm_compile.kernels.row_attention import check_row_attention, row_attention_cuda, row_attention_reference
 from dllm_compile.kernels.row_scores import check_row_scores, row_scores, row_scores_reference
 
 
@@ -43,9 +44,17 @@ def row_attention_scored_reference(
 
 
 def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tensor, window: Tensor, spans: Tensor, scores: Tensor
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tiles: Tensor,
+    window: Tensor,
+    spans: Tensor,
+    scores: Tensor,
+    arrived: Tensor,
 ) -> None:
     check_row_attention(q, k_cache, v_cache, tiles)
+    check_arrived(arrived)
     if scores.ndim != 2 or scores.shape[0] != q.shape[1] or not scores.is_contiguous():
         raise ValueError(
             f"row_attention_scored: scores must be contiguous ({q.shape[1]}, {k_cache.shape[0]}), got {[*scores.shape]}"
@@ -57,7 +66,7 @@ def _check(
     "dllm::row_attention_scored",
     mutates_args=("scores", "arrived"),
     schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor tiles, SymInt tile_rows, Tensor window, Tensor spans, "
-    "Tensor(a!) scores, Tensor(b!)? arrived=None) -> Tensor",
+    "Tensor(a!) scores, Tensor(b!) arrived) -> Tensor",
 )
 def row_attention_scored(
     q: Tensor,
@@ -68,10 +77,10 @@ def row_attention_scored(
     window: Tensor,
     spans: Tensor,
     scores: Tensor,
-    arrived: Tensor | None = None,
+    arrived: Tensor,
 ) -> Tensor:
-    """See `row_attention_scored_reference`; `arrived` as in `row_attention`."""
-    _check(q, k_cache, v_cache, tiles, window, spans, scores)
+    """See `row_attention_scored_reference`; `arrived` as in `cached_attention`."""
+    _check(q, k_cache, v_cache, tiles, window, spans, scores, arrived)
     return row_attention_scored_reference(q, k_cache, v_cache, tiles, tile_rows, window, spans, scores)
 
 
@@ -85,7 +94,7 @@ def _(
     window: Tensor,
     spans: Tensor,
     scores: Tensor,
-    arrived: Tensor | None = None,
+    arrived: Tensor,
 ) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
@@ -100,9 +109,9 @@ def _(
     window: Tensor,
     spans: Tensor,
     scores: Tensor,
-    arrived: Tensor | None = None,
+    arrived: Tensor,
 ) -> Tensor:
-    _check(q, k_cache, v_cache, tiles, window, spans, scores)
+    _check(q, k_cache, v_cache, tiles, window, spans, scores, arrived)
     if has_triton():
         from dllm_compile.kernels.row_attention_triton import kernel_takes, row_attention_triton
         from dllm_compile.kernels.summed_query import Tracking, kernel_tracks
@@ -112,4 +121,4 @@ def _(
                 tracking = Tracking(window, spans, scores)
                 return row_attention_triton(q, k_cache, v_cache, tiles, tile_rows, tracking=tracking, arrived=arrived)
     row_scores(q, window, k_cache, spans, scores[0])
-    return row_attention(q, k_cache, v_cache, tiles, tile_rows, arrived)
+    return row_attention_cuda(q, k_cache, v_cache, tiles, tile_rows, arrived)

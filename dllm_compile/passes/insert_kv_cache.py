@@ -4,7 +4,7 @@
     qkv = linear(x, W_qkv);  q, k = rope(split 0), rope(split 1);  v = split 2
     row_attention(q, k, v, tiles)
     =>  q = qkv_rope_cache_write(qkv, cos, sin, positions, cache_rows, k_cache_i, v_cache_i)
-        row_attention(q, k_cache_i, v_cache_i, tiles, arrived)
+        cached_attention(q, k_cache_i, v_cache_i, tiles, arrived)
 
 The step computes the rows it is given, writes their keys and values to `cache_rows` before attention reads them, and
 attends to whatever the tiles name. Which rows those are is a cache policy's business; all rows fill the cache. Where
@@ -25,7 +25,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import kernels as _kernels  # noqa: F401  (registers the operators)
-from ..kernels.row_attention import ARRIVALS
+from ..kernels.cached_attention import ARRIVALS
 from .framework import GraphPass, Level, Outcome
 from .graph import aten, call, fake_mode_of, find, is_call, output_node, placeholders
 from .inputs import add_input, symbolic
@@ -95,7 +95,7 @@ def insert_kv_cache(gm: GraphModule, scored: Sequence[int]) -> Outcome:
             tracking = (window, spans, by_head, arrived)
             reads = call(gm, ops.row_attention_scored.default, (*reading, *tracking), like=attention)
         else:
-            reads = call(gm, ops.row_attention.default, (*reading, arrived), like=attention)
+            reads = call(gm, ops.cached_attention.default, (*reading, arrived), like=attention)
         attention.replace_all_uses_with(reads)
         gm.graph.erase_node(attention)
         outcome.accept()

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from dllm_compile._compat import interprets_triton
 from dllm_compile.kernels import head_confidence_triton as head
 from dllm_compile.kernels import row_attention_triton as attention
-from dllm_compile.kernels.row_attention import ARRIVALS
+from dllm_compile.kernels.cached_attention import ARRIVALS
 from dllm_compile.kernels.row_attention_blocks import Work
 from dllm_compile.kernels.summed_query import Tracking
 

@@ -178,7 +178,7 @@ def test_operators_of_the_program(disable, scored):
     fused, plain = find(gm, ops.qkv_rope_cache_write.default), find(gm, ops.write_rows.default)
     assert (len(fused), len(plain)) == ((0, 4) if disable else (2, 0))
     assert len(find(gm, ops.row_attention_scored.default)) == len(scored)
-    assert len(find(gm, ops.row_attention.default)) == 2 - len(scored)
+    assert len(find(gm, ops.cached_attention.default)) == 2 - len(scored)
     assert len(find(gm, ops.rope.default)) == (4 if disable else 0)
 
 
@@ -197,7 +197,7 @@ def test_cost_of_a_step_grows_with_its_rows_not_with_the_cache(optimized):
         inputs |= {name: torch.empty(cache_rows, shape.kv_heads, shape.head_dim) for name in cache_names(2)}
         return program_costs(gm, inputs)
 
-    names = ("dllm.qkv_rope_cache_write", "dllm.row_attention")
+    names = ("dllm.qkv_rope_cache_write", "dllm.cached_attention")
     small, large = ([next(c for c in cost(8, size) if c.operator == name) for name in names] for size in (60, 6000))
     assert small == large
     assert small[0].bytes == 4 * (2 * 8 * width + 2 * 8 * shape.head_dim) + 2 * 8 * 8
