@@ -62,7 +62,7 @@ def _store_row(pointers, value, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr
         tl.store(pointers, value.to(pointers.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
     product,
     residual,
@@ -72,7 +72,6 @@ def add_rms_norm_kernel(
     scales,
     eps,
     rows,
-    part_size,
     product_row,
     residual_row,
     WIDTH: tl.constexpr,
@@ -94,7 +93,7 @@ def add_rms_norm_kernel(
         part = product + row * WIDTH + column
         added = _load_row(part, column, WIDTH, BLOCK)
         for index in tl.static_range(1, PARTS):
-            added += _load_row(part + index * part_size, column, WIDTH, BLOCK)
+            added += _load_row(part + index * WIDTH * rows, column, WIDTH, BLOCK)
         added = added.to(dtype).to(tl.float32)  # as a finished product is rounded
     summed = _load_row(residual + row * residual_row + column, column, WIDTH, BLOCK) + added
     summed = summed.to(dtype)
@@ -138,7 +137,7 @@ def plan_add_rms_norm(
     """
     rows, width = residual.shape
     parts = 0 if product.ndim == 2 else product.shape[0]
-    sizes = (rows, rows * width, product.stride(-2), residual.stride(0))
+    sizes = (rows, product.stride(-2), residual.stride(0))
     arguments = (product, residual, weight, total, normed, scales, eps, *sizes)
     constants = {
         "WIDTH": width,

@@ -89,7 +89,8 @@ def fp8_linear_cuda(
         return fp8_linear_reference(codes, scales, weight_codes, weight_scales, dtype)
     with torch.cuda.device(codes.device):  # Triton launches on the current device
         if not grouped:
-            # cuBLASLt, or CUTLASS in older versions; rows and columns are multiples of 16 in every known model.
+            if dtype != torch.bfloat16 or weight_codes.shape[0] % 16 != 0 or weight_codes.shape[1] % 16 != 0:
+                return fp8_linear_reference(codes, scales, weight_codes, weight_scales, dtype)
             return torch._scaled_mm(codes, weight_codes.t(), scales, weight_scales.t(), out_dtype=dtype)
         library = library_of(codes.device)
         if library == "none":

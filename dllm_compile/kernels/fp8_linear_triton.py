@@ -81,7 +81,8 @@ def limit_parts(parts: int, steps: int, least: int) -> int:
     return parts
 
 
-@triton.jit
+# Not one program text for row counts that are multiples of 16 and another for the rest: nothing would come of it.
+@triton.jit(do_not_specialize=["rows", "scale_group"])
 def fp8_linear_kernel(
     codes,
     weight,
@@ -251,5 +252,9 @@ def _product(
         x if x.stride(1) == 1 else x.contiguous() for x in (codes, weight_codes, weight_scales)
     )
     scales = scales if scales.stride(0) == 1 else scales.t().contiguous().t()
+    if tiling.parts > codes.shape[1] // GROUP_SIZE.value:
+        raise ValueError(f"fp8_linear: K = {codes.shape[1]} has too few groups of 128 for {tiling.parts} parts")
+    stage = (tiling.rows + tiling.outs) * GROUP_SIZE.value
+    tiling = tiling._replace(stages=_launch.stages_that_fit(tiling.stages, stage, codes.device))
     grid, arguments, constants = plan_fp8_linear(codes, scales, weight_codes, weight_scales, out, tiling)
     fp8_linear_kernel[grid](*arguments, **constants)

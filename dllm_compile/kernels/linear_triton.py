@@ -63,7 +63,7 @@ def choose_part_tiling(dtype: torch.dtype, rows: int, outs: int, width: int) -> 
     return tiling._replace(parts=parts) if parts > 1 else None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_parts_kernel(
     x,
     weight,
@@ -171,6 +171,8 @@ def linear_parts_triton(x: Tensor, weight: Tensor, tiling: PartTiling) -> Tensor
     if parts.numel() == 0:
         return parts
     x, weight = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (x, weight))
+    stage = (tiling.rows + tiling.outs) * tiling.width * x.element_size()
+    tiling = tiling._replace(stages=_launch.stages_that_fit(tiling.stages, stage, x.device))
     grid, arguments, constants = plan_linear_parts(x, weight, parts, tiling)
     linear_parts_kernel[grid](*arguments, **constants)
     return parts

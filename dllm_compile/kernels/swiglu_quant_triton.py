@@ -40,7 +40,7 @@ def choose_rectangle(rows: int) -> Rectangle:
     return Rectangle(8, 128, 4) if rows <= 1024 else Rectangle(8, 512, 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def swiglu_quant_kernel(
     gate,
     up,

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_compile.kernels import fp8_support
+from dllm_compile.kernels import _launch, fp8_support
 from dllm_compile.kernels.fp8_format import dequantize, padded_weight_scales
 from dllm_compile.kernels.fp8_linear import block_scaled_mm, fp8_linear
 from dllm_compile.kernels.fp8_linear_add_rms_norm import fp8_linear_add_rms_norm
@@ -133,6 +135,14 @@ def test_library_gets_what_it_asks_for(rows, width, monkeypatch):
             got = block_scaled_mm(codes, of_x, weight_codes, of_weight)
             assert got.shape == (rows, 256)
             assert row_errors(got, expected).max() < 2**-8
+
+
+@pytest.mark.parametrize(("available", "expected"), [(232_448, 6), (166_912, 5), (101_376, 3), (49_152, 2)])
+def test_stages_shrink_to_the_shared_memory(available, expected, monkeypatch):
+    card = SimpleNamespace(shared_memory_per_block_optin=available)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert _launch.stages_that_fit(6, 32_768, torch.device("cuda", 0)) == expected
+    assert _launch.stages_that_fit(6, 32_768, torch.device("cpu")) == 6
 
 
 @pytest.mark.parametrize(
