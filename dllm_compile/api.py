@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self, SupportsIndex
 
@@ -56,7 +56,9 @@ from .runtime.programs import ModelPrograms
 from .runtime.prompt_forms import Mask, Prompts, encoded
 from .runtime.prompts import split_prompts
 from .runtime.rectangular import RectangularPrograms
+from .runtime.session import SessionPool
 from .runtime.streamers import Streamer
+from .runtime.warm_up import WarmUp, warm_up
 from .stages import Stages
 from .weights import WeightWatch
 
@@ -105,6 +107,8 @@ def optimize(
     if unknown:
         raise ConfigError(f"disable names {', '.join(unknown)}; optional passes are {', '.join(OPTIONAL)}")
     check_switch("release", release)
+    if config.cuda_graphs and next(model.parameters()).device.type != "cuda":
+        raise ConfigError("cuda_graphs=True, but the model is not on a CUDA device: move it, or leave cuda_graphs out")
     if release and config.precision == "checkpoint":
         raise ConfigError("release=True frees what FP8 copies replace, and precision='checkpoint' makes none: drop one")
     facts = _facts(model)
@@ -206,6 +210,7 @@ class OptimizedModel(nn.Module):
         self._watch = self._watched()
         device = next(model.parameters()).device
         self.programs = self._make_programs(device, compiled)
+        self._sessions = self._make_sessions()
         self.eval()
 
     def _watched(self) -> WeightWatch:
@@ -281,6 +286,7 @@ class OptimizedModel(nn.Module):
         tokenizer: Any = None,
         streamer: Streamer | None = None,
         progress: bool = False,
+        cancelled: Callable[[], bool] | None = None,
         **options: Any,
     ) -> GenerationOutput:
         """Decode answers to a batch of prompts.
@@ -295,6 +301,8 @@ class OptimizedModel(nn.Module):
                 output.
             streamer: shown the canvas after each step (one prompt only).
             progress: show a bar over committed tokens.
+            cancelled: asked between steps (e.g. an event's `is_set`); True ends the call with what there is, masks and
+                all.
             **options: fields of `DecodingConfig` that replace those of `config`, e.g. `max_new_tokens=256`.
 
         Returns:
@@ -310,12 +318,56 @@ class OptimizedModel(nn.Module):
         self._watch.check()
         with plain_mode():
             prompts = split_prompts(ids, attention_mask)
-            output = decode(self.programs, self.facts, prompts, decoding, streamer=streamer, progress=progress)
+            output = decode(
+                self.programs,
+                self.facts,
+                prompts,
+                decoding,
+                streamer=streamer,
+                progress=progress,
+                cancelled=cancelled,
+                sessions=self._sessions,
+            )
             if tokenizer is not None:
                 output["texts"] = [
                     tokenizer.decode(answer, skip_special_tokens=True) for answer in output.answers or ()
                 ]
             return output
+
+    def warm_up(
+        self,
+        prompt_lengths: Sequence[int],
+        config: DecodingConfig | None = None,
+        *,
+        progress: bool = False,
+        **options: Any,
+    ) -> WarmUp:
+        """Compile, and on a card capture, what decoding prompts of these lengths will ask for.
+
+        Without it the first calls do that: a step of a new size is run as it is, and captured when it comes back.
+
+        Args:
+            prompt_lengths: tokens of each prompt of a call, of which `slots` are decoded together. Sizes are rounded
+                up, so prompts that are a little shorter are served as well.
+            config: how they will be decoded.
+            progress: show a bar over sizes.
+            **options: as in `generate`.
+
+        Returns:
+            What it took; `print` it.
+
+        Raises:
+            As `generate`.
+        """
+        decoding = chosen(config, DecodingConfig, "warm_up([768], cache='flash')").replace(**options)
+        self._watch.check()
+        with plain_mode():
+            return warm_up(self.programs, self.facts, prompt_lengths, decoding, self._sessions, progress)
+
+    def free_buffers(self) -> None:
+        """Give up caches, buffers and captured steps that are kept for the next call."""
+        if self._sessions is not None:
+            self._sessions.clear()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> MaskedLMOutput:
         """The model's own forward, computed by the rewritten graph over the real tokens only.
@@ -386,6 +438,12 @@ class OptimizedModel(nn.Module):
         if isinstance(self.programs, ModelPrograms):
             self.programs.forward_program()
         return write_graphs(directory, self._snapshots)
+
+    def _make_sessions(self) -> SessionPool | None:
+        """Where buffers and captured steps stay between calls; None where no step is captured."""
+        wanted = self.compile_config.cuda_graphs
+        possible = self.device.type == "cuda" and isinstance(self.programs, ModelPrograms)
+        return SessionPool(self.compile_config.new_shapes) if possible and wanted is not False else None
 
     def _make_programs(self, device: torch.device, compiled: bool) -> ModelPrograms | RectangularPrograms:
         captured, mask_token_id = self._captured, self.facts.mask_token_id
