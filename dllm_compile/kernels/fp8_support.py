@@ -24,8 +24,9 @@ def library_of(device: torch.device) -> str:
     """Which product with 1 x 128 and 128 x 128 scales serves the row counts that the own kernels do not win.
 
     "scaled_mm": torch's (cuBLASLt), on SM90 with CUDA 12.9 or later. "torchao": torchao's Triton kernel, elsewhere from
-    SM89 on, if torchao is installed. "own": this package's kernel at all row counts. "none": the reference, which
-    dequantizes and multiplies in fp32.
+    SM89 on, if torchao is installed; it tunes itself when first called for a shape, so call it before a graph is
+    captured. "own": this package's kernel at all row counts. "none": the reference, which dequantizes and multiplies in
+    fp32. Results that are not bf16 never come from a library.
     """
     if not has_fp8(device) or not has_triton():
         return "none"
