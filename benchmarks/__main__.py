@@ -14,7 +14,9 @@ CASES = {
     "lacache-steps": "lacache_steps",
     "lacache-interval": "lacache_interval",
     "cache-kernels": "cache_kernels",
+    "decoding": "decoding",
     "fp8-kernels": "fp8_kernels",
+    "fp8-accuracy": "fp8_accuracy",
 }
 
 
