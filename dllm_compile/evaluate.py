@@ -33,6 +33,7 @@ class Evaluation:
         seconds: wall time of the decode loops; how many problems share a forward decides it.
         batch_size: problems decoded together (changes `seconds` only).
         config: the configuration.
+        solved: which problems were solved, for comparisons of the same problems under other configurations.
     """
 
     family: str
@@ -45,6 +46,7 @@ class Evaluation:
     seconds: float
     batch_size: int
     config: DecodingConfig
+    solved: tuple[bool, ...] = ()
 
     @property
     def accuracy(self) -> float:
@@ -156,11 +158,11 @@ def evaluate(
         batch_forwards += stats.forwards
         seconds += stats.seconds
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        correct = sum(pool.map(grade, chosen, texts))
+        solved = tuple(pool.map(grade, chosen, texts))
     return Evaluation(
         family=family,
         problems=problems,
-        correct=correct,
+        correct=sum(solved),
         answer_tokens=answer_tokens,
         forwards=sum(forwards),
         forwards_squared=sum(count * count for count in forwards),
@@ -168,6 +170,7 @@ def evaluate(
         seconds=seconds,
         batch_size=batch_size,
         config=config,
+        solved=solved,
     )
 
 
