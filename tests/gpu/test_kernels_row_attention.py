@@ -8,6 +8,7 @@ import torch
 
 from dllm_compile._compat import has_triton
 from dllm_compile.kernels.row_attention import row_attention, row_attention_masked
+from tests.kernels.card_cases import assert_within_rounding, on_card
 from tests.kernels.cases import dense_attention, packed_heads, tiles_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -32,27 +33,6 @@ def inputs(layout, heads, kv_heads, head_dim, dtype, tile_rows=64):
     q, k, v = packed_heads(rows, keys, heads, kv_heads, head_dim, dtype)
     q, k, v = on_card(q, k, v)
     return q, k, v, tiles_of(samples, tile_rows, pad).cuda()
-
-
-def on_card(q, k, v):
-    """Move to the card and keep the strides (`.cuda()` of a slice makes it contiguous)."""
-
-    def move(x):
-        base = x._base if x._base is not None else x
-        return base.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
-
-    return move(q), move(k), move(v)
-
-
-def assert_within_rounding(out, q, k, v, tiles):
-    expected = dense_attention(q, k, v, tiles)
-    # Each weight and each result is rounded to the dtype once: two relative errors of half a unit in the last place,
-    # the first weighted by |v|. The rest (fp32 scores, exp2, sums) is a few 1e-6.
-    magnitude = dense_attention(q, k, v.abs(), tiles)
-    unit = {torch.float32: 0.0, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[out.dtype]
-    bound = (unit + 1e-5) * magnitude + 1e-6
-    excess = ((out.double() - expected).abs() - bound).max().item()
-    assert excess <= 0, f"{excess} above the bound"
 
 
 @needs_triton
