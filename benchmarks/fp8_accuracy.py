@@ -166,7 +166,22 @@ def tables(result: dict[str, Any]) -> str:
     ]
     for name in names[1:]:
         row = next(row for row in rows if row["precision"] == name)
-        lines.append(
-            f"| {name} | {row['worst_sqnr']:.1f} dB | {row['mean_sqnr']:.1f} dB | {row['logits_sqnr']:.1f} dB |"
-        )
+        figures = (f"{row[key]:.1f} dB" for key in ("worst_sqnr", "mean_sqnr", "logits_sqnr"))
+        lines.append(f"| {name} | " + " | ".join(figures) + " |")
     return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the tables of a file of figures into docs/fp8.md: `python -m benchmarks.fp8_accuracy FILE`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("figures", type=Path)
+    result = json.loads(parser.parse_args().figures.read_text(encoding="utf-8"))
+    before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{DOCS} has no {BEGIN.strip()} ... {END}")
+    DOCS.write_text(before + BEGIN + tables(result) + END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
