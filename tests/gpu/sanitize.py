@@ -13,6 +13,7 @@ import torch
 
 from dllm_compile import kernels as _kernels  # noqa: F401  (registers the operators)
 from dllm_compile.kernels import fp8_format
+from dllm_compile.kernels.cached_attention import ARRIVALS
 from dllm_compile.runtime.block_tiles import block_tile_table
 from dllm_compile.runtime.layout import tile_table
 
@@ -34,6 +35,27 @@ def run_fp8(draw: Callable[..., torch.Tensor]) -> None:
         ops.linear_add_rms_norm(draw(rows, 1100), draw(384, 1100), total, gain, 1e-5)
         ops.linear_add_rms_norm_quant(draw(rows, 1024), draw(384, 1024), total, gain, 1e-5, 128)
         ops.quantize(draw(rows, 640), 128)
+
+
+def attend(draw: Callable[..., torch.Tensor], rows_of: list[int], keys_of: list[int], heads: int) -> None:
+    """Attention over caches, with and without scores."""
+    rows, keys = torch.tensor(rows_of), torch.tensor(keys_of)
+    total, key_end = int(rows.sum()), keys.cumsum(0)
+    q = draw(total, heads, HEAD_DIM)
+    k, v = (draw(int(keys.sum()) + 1, heads // 2, HEAD_DIM) for _ in range(2))
+    tiles = tile_table(rows, 128)
+    sample = (tiles[:, None, 0] >= rows.cumsum(0)).sum(1)
+    tiles = torch.stack((tiles[:, 0], tiles[:, 1], (key_end - keys)[sample], key_end[sample]), 1).int()
+    empty = torch.tensor([[total, total, 0, 0]] * (total // 128 + len(rows) + 1 - len(tiles)), dtype=torch.int32)
+    tiles = torch.cat((tiles, empty)).cuda()
+    arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device="cuda")
+    torch.ops.dllm.cached_attention(q, k, v, tiles, 128, arrived)
+    window = (rows.cumsum(0)[:, None] - torch.tensor([3, 9, 12])).cuda()
+    spans = torch.stack((key_end - keys, key_end), 1).int().cuda()
+    scores = torch.zeros(heads, len(k), device="cuda")
+    torch.ops.dllm.row_attention_scored(q, k, v, tiles, 128, window, spans, scores, arrived)
+    assert arrived.count_nonzero() == 0, "a counter was not reset"
+    assert scores.isfinite().all()
 
 
 def main() -> None:
@@ -68,6 +90,10 @@ def main() -> None:
         window = torch.tensor([[0, 3, -1], [80, 81, 82]], device="cuda")
         spans = torch.tensor([[0, 77], [77, 96]], dtype=torch.int32, device="cuda")
         ops.row_scores(rotated, window, caches[0], spans, torch.zeros(rows + 1, device="cuda"))
+
+        # Few rows, whose programs share keys; then tiles of 128 rows and more programs than a card has processors.
+        attend(draw, [17, 15], [700, 555], 4)
+        attend(draw, [128, 97, 130] * 2, [160, 97, 211] * 2, 64)
 
         x, weight = draw(13, 128), draw(1001, 128)
         banned = torch.tensor([5], device="cuda")
