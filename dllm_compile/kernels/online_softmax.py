@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _fold(scores, values, row_max, row_sum, acc, PRECISION: tl.constexpr):
+def fold(scores, values, row_max, row_sum, acc, PRECISION: tl.constexpr):
     """Fold one block of scores (fp32, in units of log2) and its values into the running state."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])
@@ -85,7 +85,7 @@ def stream_keys(
             values = v_blocks.load([start, column])
         else:
             values = tl.load(v_pointers + (start + block_keys).to(tl.int64)[:, None] * v_row)
-        row_max, row_sum, acc = _fold(scores, values, row_max, row_sum, acc, PRECISION)
+        row_max, row_sum, acc = fold(scores, values, row_max, row_sum, acc, PRECISION)
 
     start = k_begin + whole_blocks * BLOCK_KEYS
     if start < k_end:
@@ -103,7 +103,7 @@ def stream_keys(
             values = tl.where(in_range[:, None], v_blocks.load([start, column]), 0.0)
         else:
             values = tl.load(v_pointers + key_rows.to(tl.int64)[:, None] * v_row, mask=in_range[:, None], other=0.0)
-        row_max, row_sum, acc = _fold(scores, values, row_max, row_sum, acc, PRECISION)
+        row_max, row_sum, acc = fold(scores, values, row_max, row_sum, acc, PRECISION)
     return row_max, row_sum, acc
 
 

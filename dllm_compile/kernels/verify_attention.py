@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_compile._compat import has_triton
+from dllm_compile.kernels.cached_attention import check_arrived
 
 
 def verify_attention_reference(
@@ -143,10 +144,10 @@ def _check(
 
 @torch.library.custom_op(
     "dllm::verify_attention",
-    mutates_args=(),
+    mutates_args=("arrived",),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor tiles, Tensor views, Tensor hidden, "
-        "SymInt tile_rows) -> Tensor"
+        "SymInt tile_rows, Tensor(a!) arrived) -> Tensor"
     ),
 )
 def verify_attention(
@@ -159,9 +160,19 @@ def verify_attention(
     views: Tensor,
     hidden: Tensor,
     tile_rows: int,
+    arrived: Tensor,
 ) -> Tensor:
-    """See `verify_attention_reference`. On CUDA no tile may have more than `tile_rows` rows."""
+    """See `verify_attention_reference`. On CUDA no tile may have more than `tile_rows` rows.
+
+    Args:
+        q, k, v, k_cache, v_cache, tiles, views, hidden, tile_rows: as there.
+        arrived: as in `cached_attention`: int32 zeros that are zeros again afterwards.
+
+    Returns:
+        As there.
+    """
     _check(q, k, v, k_cache, v_cache, tiles, views, hidden)
+    check_arrived(arrived)
     return verify_attention_reference(q, k, v, k_cache, v_cache, tiles, views, hidden, tile_rows)
 
 
@@ -176,6 +187,7 @@ def _(
     views: Tensor,
     hidden: Tensor,
     tile_rows: int,
+    arrived: Tensor,
 ) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
@@ -191,13 +203,15 @@ def _(
     views: Tensor,
     hidden: Tensor,
     tile_rows: int,
+    arrived: Tensor,
 ) -> Tensor:
     _check(q, k, v, k_cache, v_cache, tiles, views, hidden)
+    check_arrived(arrived)
     arguments = (q, k, v, k_cache, v_cache, tiles, views, hidden, tile_rows)
     if has_triton():
         from dllm_compile.kernels.verify_attention_triton import kernel_takes, verify_attention_triton
 
         if kernel_takes(q, tile_rows):
             with torch.cuda.device(q.device):  # Triton launches on the current device
-                return verify_attention_triton(*arguments)
+                return verify_attention_triton(*arguments, arrived=arrived)
     return verify_attention_masked(*arguments)

@@ -18,8 +18,9 @@ import torch
 from torch.fx import GraphModule
 
 from .. import kernels as _kernels  # noqa: F401  (registers the operators)
+from ..kernels.cached_attention import ARRIVALS
 from .framework import GraphPass, Level, Outcome
-from .graph import call, fake_mode_of, find, placeholders
+from .graph import aten, call, fake_mode_of, find, placeholders
 from .inputs import add_input, symbolic
 from .insert_kv_cache import packed_projection
 
@@ -44,6 +45,9 @@ def insert_verify(gm: GraphModule) -> Outcome:
         own_rows = add_input(gm, "own_rows", torch.empty_like(ids))
         key = attentions[0].args[1].meta["val"]  # type: ignore[union-attr]
         own = [add_input(gm, name, key.new_empty((ids.shape[0], *key.shape[1:]))) for name in OWN_BUFFERS]
+    # In front of everything, so that no layer differs from the others by making them.
+    first = next(node for node in gm.graph.nodes if node.op == "call_function")
+    arrived = call(gm, aten.new_zeros.default, (attentions[0].args[3], [ARRIVALS]), like=first)
     for layer, attention in enumerate(attentions):
         q, k, v, tiles, tile_rows = attention.args
         key = k.meta["val"]  # type: ignore[union-attr]
@@ -57,7 +61,7 @@ def insert_verify(gm: GraphModule) -> Outcome:
             heads = (int(q.meta["val"].shape[1]), int(key.shape[1]))  # type: ignore[union-attr]
             q = call(gm, ops.qkv_rope_cache_write.default, (*packed, own_rows, *own, *heads), like=attention)
             k, v = own
-        args = (q, k, v, *caches, tiles, views, hidden, tile_rows)
+        args = (q, k, v, *caches, tiles, views, hidden, tile_rows, arrived)
         attention.replace_all_uses_with(call(gm, ops.verify_attention.default, args, like=attention))
         gm.graph.erase_node(attention)
         outcome.accept()

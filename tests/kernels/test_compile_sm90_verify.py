@@ -26,7 +26,7 @@ H200_PROCESSORS = 132
 
 def compile_attention(head_dim, tile_rows, dtype, programs, folder):
     case = verify_case([(16, 8, 0, 64, 24)], 4, 2, head_dim, dtype)
-    blocks = attention.choose_blocks(dtype, head_dim, tile_rows, programs, H200_PROCESSORS)
+    blocks = attention.choose_verify_blocks(dtype, head_dim, tile_rows, programs, H200_PROCESSORS)
     out = torch.empty(32, 4 * head_dim, dtype=dtype)
     _, arguments, constants = attention.plan_verify_attention(*case.arguments, out, blocks)
     return compile_kernel(attention.verify_attention_kernel, arguments, constants, folder), blocks
@@ -36,7 +36,7 @@ def compile_attention(head_dim, tile_rows, dtype, programs, folder):
 @pytest.mark.parametrize(("head_dim", "tile_rows"), [(128, 32), (64, 32), (128, 48), (128, 128), (256, 32)])
 def test_attention_uses_the_tensor_cores_without_spills(head_dim, tile_rows, programs, tmp_path):
     result, blocks = compile_attention(head_dim, tile_rows, BF16, programs, tmp_path)
-    assert (blocks.parts > 1) == (programs == 32)
+    assert (blocks.splits > 1) == (programs == 32)
     assert "mma" in result.ptx
     assert "cp.async" in result.ptx  # loads of the next block run while this one is computed
     assert not result.serialized

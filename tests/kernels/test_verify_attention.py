@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dllm_compile.kernels.cached_attention import ARRIVALS
 from dllm_compile.kernels.head_confidence import head_confidence
 from dllm_compile.kernels.head_verify import head_verify
 from dllm_compile.kernels.verify_attention import (
@@ -29,7 +30,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("implementation", [verify_attention, verify_attention_reference, verify_attention_masked])
+def operator(*arguments):
+    """With counters of its own, which must be zeros again afterwards."""
+    arrived = torch.zeros(ARRIVALS, dtype=torch.int32)
+    out = verify_attention(*arguments, arrived)
+    assert arrived.count_nonzero() == 0
+    return out
+
+
+@pytest.mark.parametrize("implementation", [operator, verify_attention_reference, verify_attention_masked])
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_dense_definition(name, implementation):
     case = verify_case(*CASES[name])
@@ -56,14 +65,14 @@ def test_views_are_the_table_of_who_sees_whom(candidates):
 
 def test_reads_no_hidden_row_and_nothing_outside_the_tile():
     case = verify_case([(16, 8, 0, 70, 24), (5, 3, 21, 9, 8)], 4, 2, 16)
-    expected = verify_attention(*case.arguments, 32)
+    expected = operator(*case.arguments, 32)
     other = case._replace(k_cache=case.k_cache.clone(), v_cache=case.v_cache.clone())
     named = torch.zeros_like(case.hidden)
     for _, _, begin, end in case.tiles.tolist():
         named[begin:end] = True
     for cache in (other.k_cache, other.v_cache):
         cache[case.hidden | ~named] = 1e4
-    for implementation in (verify_attention, verify_attention_masked):
+    for implementation in (operator, verify_attention_masked):
         torch.testing.assert_close(implementation(*other.arguments, 32), expected, rtol=0, atol=1e-6)
 
 
@@ -79,7 +88,9 @@ def test_fallback_never_reads_the_device():
 
 @pytest.mark.parametrize("name", ["one sample", "ragged"])
 def test_opcheck(name):
-    torch.library.opcheck(verify_attention, (*verify_case(*CASES[name]).arguments, 32))
+    torch.library.opcheck(
+        verify_attention, (*verify_case(*CASES[name]).arguments, 32, torch.zeros(ARRIVALS, dtype=torch.int32))
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,6 +101,7 @@ def test_opcheck(name):
         ({"v_cache": torch.zeros(9, 2, 16, dtype=torch.float64)}, "share a dtype"),
         ({"tiles": torch.zeros(1, 4, dtype=torch.int64)}, "int32"),
         ({"views": torch.zeros(5, 2, dtype=torch.int32)}, "views must be"),
+        ({"arrived": torch.zeros(9)}, "int32"),
         ({"hidden": torch.zeros(9, dtype=torch.uint8)}, "hidden must be"),
     ],
 )
@@ -104,6 +116,7 @@ def test_wrong_arguments_are_named(change, error):
         "views": torch.zeros(5, 3, dtype=torch.int32),
         "hidden": torch.zeros(9, dtype=torch.bool),
         "tile_rows": 64,
+        "arrived": torch.zeros(ARRIVALS, dtype=torch.int32),
     }
     with pytest.raises((ValueError, TypeError), match=error):
         verify_attention(**{**arguments, **change})

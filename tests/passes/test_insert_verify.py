@@ -193,5 +193,7 @@ def test_what_is_rewritten(disable):
     assert counts["dllm.qkv_rope_cache_write"] == (0 if disable else 3)
     caches = set(verify_inputs(fast.programs.shape)[1].caches)
     for node in program.gm.graph.nodes:
-        if node.op == "call_function" and node.target._schema.is_mutable:
-            assert not caches & {str(source.target) for source in node.all_input_nodes}
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                assert not (written and value.target in caches)
