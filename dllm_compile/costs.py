@@ -178,6 +178,16 @@ def _attention(operator: str) -> _Cost:
     return cost
 
 
+def _verify_attention(args: tuple[Any, ...], result: Any, tables: list[Table]) -> tuple[int, int]:
+    # The rows of a tile and its keys in the cache, all against all: what the small mask hides is computed as well.
+    q, k, v = args[:3]
+    tiles = [tile for tile in tables[-1] if tile[0] < tile[1]]
+    own = sum((end - begin) ** 2 for begin, end, *_ in tiles)
+    keys = sum(k_end - k_begin for *_, k_begin, k_end in tiles)
+    flops = 4 * (pairs("dllm.verify_attention", tiles) + own) * q.shape[1] * q.shape[2]
+    return flops, sum(map(_bytes, (q, k, v, result))) + 2 * keys * prod(k.shape[1:]) * k.element_size()
+
+
 # Products of FP8 codes.
 _FP8 = frozenset({"dllm.quantized_linear", "dllm.fp8_linear", "dllm.fp8_linear_add_rms_norm"})
 
@@ -191,6 +201,8 @@ _SPECIAL: dict[str, _Cost] = {
     "dllm.head": _linear,
     "head_reference": _linear,
     "dllm.head_confidence": _linear,
+    "dllm.head_verify": _linear,
+    "dllm.verify_attention": _verify_attention,
     "dllm.embed": _gather,
     "embed_reference": _gather,
     "aten.index_select": _gather,

@@ -8,6 +8,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import dllm_compile
+from dllm_compile.costs import program_costs
 from dllm_compile.passes.graph import operator_counts
 from dllm_compile.runtime.row_programs import StepInputs, VerifyInputs
 from tests.conftest import tiny_model
@@ -163,6 +164,7 @@ def test_equals_the_definition_in_one_layer_as_whole_sequences():
         assert token[i] == share.index_fill(0, torch.tensor([MASK]), -1).argmax()
 
 
+@pytest.mark.slow
 def test_compiled_program_copies_no_cache():
     """One program for all sizes, and generated code without a copy of cache size."""
     model = tiny_model(seed=3, n_layers=3)
@@ -197,3 +199,22 @@ def test_what_is_rewritten(disable):
             for value, argument in zip(node.args, node.target._schema.arguments, strict=False):
                 written = argument.alias_info is not None and argument.alias_info.is_write
                 assert not (written and value.target in caches)
+
+
+def test_cost_of_attention_counts_own_rows_and_the_keys_of_the_tiles():
+    fast = dllm_compile.optimize(tiny_model(n_layers=1), compile=False)
+    shape = fast.programs.shape
+    inputs, verify, _ = verify_inputs(shape)
+    fast.programs.verify_step(inputs, verify)
+    (program,) = (one for one in fast.programs.built if one.name == "verify_step")
+    names = ("ids", "positions", "tiles", "wanted", "banned")
+    given = {name: getattr(inputs, name) for name in names} | {
+        name: getattr(verify, name) for name in ("views", "hidden")
+    }
+    given |= {"given": verify.given, "own_rows": verify.own_rows, "own_k": verify.own[0], "own_v": verify.own[1]}
+    costs = program_costs(program.gm, given | dict(verify.caches))
+    (cost,) = (one for one in costs if one.operator == "dllm.verify_attention")
+    keys, width, own = sum(LENGTHS), shape.heads * shape.head_dim, 2 * ROWS
+    assert cost.flops == 4 * width * ROWS * (keys + own)
+    kv_width = shape.kv_heads * shape.head_dim
+    assert cost.bytes == 4 * (2 * own * width + 2 * own * kv_width + 2 * keys * kv_width)
