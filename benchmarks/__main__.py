@@ -14,6 +14,7 @@ CASES = {
     "lacache-steps": "lacache_steps",
     "lacache-interval": "lacache_interval",
     "cache-kernels": "cache_kernels",
+    "cache-kernel-blocks": "cache_kernel_blocks",
     "decoding": "decoding",
     "fp8-kernels": "fp8_kernels",
     "fp8-accuracy": "fp8_accuracy",
