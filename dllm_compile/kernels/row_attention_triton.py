@@ -158,7 +158,7 @@ def row_attention_kernel(
     is_last = True
     if SPLITS > 1:
         state = rows.to(tl.int64) * heads + head
-        state_step = rows_in_all.to(tl.int64) * heads
+        state_step = heads.to(tl.int64) * rows_in_all
         acc_pointers = accs + state[:, None] * HEAD_DIM + dims[None, :]
         tl.store(maxima + split * state_step + state, row_max, mask=in_tile)
         tl.store(sums + split * state_step + state, row_sum, mask=in_tile)

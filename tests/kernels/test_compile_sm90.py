@@ -75,6 +75,15 @@ def test_attention_uses_the_tensor_cores_without_spills(name, head_dim, tracked,
     assert result.spilled == 0
 
 
+@pytest.mark.parametrize("tracked", [False, True])
+def test_attention_of_one_row_compiles(tracked, tmp_path):
+    """Sizes of 1 are constants to the compiler."""
+    blocks = attention.choose_blocks(BF16, 128, Work(1, 2, 128, 32, 1281), H200_PROCESSORS, tracked=tracked)
+    assert blocks.splits > 1
+    result, _ = compile_attention(*packed_heads(1, 1, 1, 1, 128, BF16), blocks, tmp_path, tracked)
+    assert result.spilled == 0
+
+
 def test_blocks_follow_what_was_measured():
     """Height, keys and programs a tile of the measured shapes; the tallest tiles where they fill the card."""
     assert [blocks_for(name)[:2] for name in ("1 x 128", "8 x 128", "32 x 128")] == [(64, 128), (128, 128), (128, 128)]
