@@ -8,17 +8,41 @@ import functools
 import importlib.util
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 TORCH_VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
 
+TRITON_VARIABLE = "DLLM_COMPILE_TRITON"
+"""Environment variable: 0 makes the package's operators compute with their torch references on a card too."""
+
+_references_only = False
+
+
 @functools.cache
-def has_triton() -> bool:
-    """Whether Triton kernels can be defined (the package is importable)."""
+def is_triton_installed() -> bool:
+    """Whether the package is importable."""
     return importlib.util.find_spec("triton") is not None
+
+
+def has_triton() -> bool:
+    """Whether operators use Triton kernels: the package is there, and nobody asked for references instead."""
+    return is_triton_installed() and not _references_only and os.environ.get(TRITON_VARIABLE, "1") != "0"
+
+
+@contextlib.contextmanager
+def references_only() -> Iterator[None]:
+    """Operators compute with their torch references while the block runs, in all threads; for finding faults."""
+    global _references_only  # noqa: PLW0603  (operators are global too)
+    before, _references_only = _references_only, True
+    try:
+        yield
+    finally:
+        _references_only = before
 
 
 def interprets_triton() -> bool:
@@ -35,7 +59,7 @@ def has_cxx_compiler() -> bool:
 def can_compile(device: torch.device) -> bool:
     """Whether `torch.compile` can generate code for `device` here: Triton for CUDA, a C++ compiler for CPU."""
     if device.type == "cuda":
-        return has_triton()
+        return is_triton_installed()
     return device.type == "cpu" and has_cxx_compiler()
 
 
@@ -51,3 +75,29 @@ def distinct_sizes() -> Iterator[None]:
 
     with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         yield
+
+
+@contextlib.contextmanager
+def generated_sources() -> Iterator[list[str]]:
+    """Collect what Inductor generates in this thread while the block runs, one text for each graph, in order.
+
+    A graph that comes from Inductor's cache counts as well: both ways end in `CompiledFxGraph.post_compile`.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    sources: list[str] = []
+    seen: list[Any] = []
+    thread = threading.get_ident()
+    original = CompiledFxGraph.post_compile
+
+    def post_compile(self: Any, *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() == thread and not any(self is one for one in seen):
+            seen.append(self)
+            sources.append(self.source_code)
+        return original(self, *arguments, **options)
+
+    CompiledFxGraph.post_compile = post_compile  # type: ignore[method-assign]
+    try:
+        yield sources
+    finally:
+        CompiledFxGraph.post_compile = original  # type: ignore[method-assign]

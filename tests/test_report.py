@@ -160,7 +160,7 @@ def test_what_counts_as_a_compiler(monkeypatch, tmp_path):
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     assert _compat.can_compile(torch.device("cpu"))
-    monkeypatch.setattr(_compat, "has_triton", lambda: False)
+    monkeypatch.setattr(_compat, "is_triton_installed", lambda: False)
     assert not _compat.can_compile(torch.device("cuda"))
 
 

@@ -19,7 +19,6 @@ def has_fp8(device: torch.device) -> bool:
     return interprets_triton()
 
 
-@functools.cache
 def library_of(device: torch.device) -> str:
     """Which product with 1 x 128 and 128 x 128 scales serves the row counts that the own kernels do not win.
 
@@ -28,8 +27,11 @@ def library_of(device: torch.device) -> str:
     captured. "own": this package's kernel at all row counts. "none": the reference, which dequantizes and multiplies in
     fp32. Results that are not bf16 never come from a library.
     """
-    if not has_fp8(device) or not has_triton():
-        return "none"
+    return _library_of(device) if has_triton() and has_fp8(device) else "none"
+
+
+@functools.cache
+def _library_of(device: torch.device) -> str:
     if has_block_scaled_mm(device):
         return "scaled_mm"
     return "torchao" if importlib.util.find_spec("torchao") is not None else "own"

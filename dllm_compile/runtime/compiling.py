@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,11 @@ class LayerByLayer:
             places = [tuple(slots[node] for node in group) for group in groups]
             self._calls.append(_Call(runs[segment.key], segment, *places))
         self.graphs = len(runs)
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """How often each compiled function is called in a run, in the order in which they are compiled."""
+        return tuple(Counter(call.segment.key for call in self._calls).values())
 
     def compile(self, inputs: Mapping[str, Tensor]) -> None:
         """Run once on example inputs; sizes that are symbols in the program stay free in every segment."""

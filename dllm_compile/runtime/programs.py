@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from .._compat import generated_sources
 from ..passes import (
     INLINE_REFERENCES,
     INSERT_VERIFY,
@@ -29,7 +30,7 @@ from ..passes import (
 from ..passes.graph import share
 from ..passes.insert_verify import OWN_BUFFERS
 from .ambient import plain_mode
-from .compiling import compile_program
+from .compiling import LayerByLayer, compile_program
 from .padding import at_least_two
 from .row_programs import CacheInputs, LaCacheInputs, StepInputs, VerifyInputs
 from .shape import ModelShape
@@ -51,6 +52,8 @@ class Program:
         compiled: whether `run` is compiled.
         seconds: building and compiling.
         graphs: how many graphs were compiled for it: one, or one for each distinct layer.
+        sources: what Inductor generated for each of them.
+        calls: how often each of them is called in a run.
     """
 
     name: str
@@ -60,6 +63,8 @@ class Program:
     compiled: bool
     seconds: float
     graphs: int
+    sources: tuple[str, ...] = ()
+    calls: tuple[int, ...] = ()
 
     def __call__(self, **inputs: Tensor) -> Any:
         """Run with inputs by name; sizes 0 and 1 are padded to 2, the smallest size a compiled program is made for."""
@@ -187,10 +192,12 @@ class ModelPrograms:
         if self._compiled and self._inline:
             passes = (*passes, INLINE_REFERENCES)
         observe = None if self._observe is None else lambda pass_name, graph: self._observe(name, pass_name, graph)  # type: ignore[misc]
-        with plain_mode():
+        with plain_mode(), generated_sources() as sources:
             results = run_passes(gm, passes, layers=self._layers, observe=observe)
             run, graphs = compile_program(gm, self.device) if self._compiled else (gm, 0)
-        return Program(name, gm, run, results, self._compiled, time.perf_counter() - start, graphs)
+        calls = run.calls if isinstance(run, LayerByLayer) else (1,) * graphs
+        seconds = time.perf_counter() - start
+        return Program(name, gm, run, results, self._compiled, seconds, graphs, tuple(sources), calls)
 
 
 def _spans(layers: tuple[int, ...]) -> str:
