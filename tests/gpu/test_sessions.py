@@ -32,6 +32,7 @@ CASES: dict[str, dict] = {
     "flash, narrow": {"cache": "flash", "window_length": 8, "lookahead": 8, "track": 12, "eos": "none"},
     "flash, cfg": {"cache": "flash", "cfg_scale": 0.5},
     "flash, all rows": {"cache": "flash", "track": -1},
+    "flash, verify": {"cache": "flash", "commit": "flash_verify", "gamma": 0.02},
     "lacache": {"cache": "lacache"},
 }
 
@@ -74,7 +75,7 @@ def test_replays_give_the_tokens_of_the_steps(fast, case):
         assert graphs(pool) > 0
 
 
-@pytest.mark.parametrize("case", ["none", "dual", "flash", "flash, narrow"])
+@pytest.mark.parametrize("case", ["none", "dual", "flash", "flash, narrow", "flash, verify"])
 def test_two_hundred_prompts_through_eight_slots(fast, case):
     """The same tokens as each alone."""
     pool, config = SessionPool(), config_of(case, slots=8)
@@ -86,7 +87,7 @@ def test_two_hundred_prompts_through_eight_slots(fast, case):
         assert torch.equal(output.sequences[i, width - len(prompts[i]) - 96 :], alone.sequences[0]), i
 
 
-@pytest.mark.parametrize("case", ["none", "dual", "flash"])
+@pytest.mark.parametrize("case", ["none", "dual", "flash", "flash, verify"])
 def test_nothing_is_captured_or_allocated_after_the_warm_up(fast, case):
     """Over a hundred blocks: no capture, no compilation, no growth of memory, and no shape that is refused."""
     pool, config = SessionPool("raise"), config_of(case, eos="none")
