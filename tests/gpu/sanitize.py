@@ -58,6 +58,20 @@ def attend(draw: Callable[..., torch.Tensor], rows_of: list[int], keys_of: list[
     assert scores.isfinite().all()
 
 
+def verify(draw: Callable[..., torch.Tensor], samples: int, heads: int) -> None:
+    """A verify pass of 11 context rows, 8 drafts and 5 padding rows a sample, over keys of which some are hidden."""
+    rows, keys, size = 32 * samples, 333, torch.arange(samples, device="cuda")
+    q, k, v = draw(rows, heads, HEAD_DIM), *(draw(rows, heads // 2, HEAD_DIM) for _ in range(2))
+    caches = [draw(keys * samples + 1, heads // 2, HEAD_DIM) for _ in range(2)]
+    tiles = torch.stack((32 * size, 32 * size + 32, keys * size, keys * size + keys), 1).int()
+    ranks = [[j + 1, j + 1, 9] for j in range(8)] + [[j, 0, j + 1] for j in range(8)]
+    views = torch.tensor(([[0, 0, 9]] * 11 + [[-1, 0, 0]] * 5 + ranks) * samples, dtype=torch.int32, device="cuda")
+    hidden = torch.arange(keys * samples + 1, device="cuda") % 17 == 3
+    arrived = torch.zeros(ARRIVALS, dtype=torch.int32, device="cuda")
+    torch.ops.dllm.verify_attention(q, k, v, *caches, tiles, views, hidden, 32, arrived)
+    assert arrived.count_nonzero() == 0, "a counter was not reset"
+
+
 def main() -> None:
     """Run each operator for two ragged samples; sizes are no multiples of any tile."""
     ops = torch.ops.dllm
@@ -95,11 +109,16 @@ def main() -> None:
         attend(draw, [17, 15], [700, 555], 4)
         attend(draw, [128, 97, 130] * 2, [160, 97, 211] * 2, 64)
 
+        # Programs that share keys, and one for each head and sample.
+        verify(draw, 1, 4)
+        verify(draw, 9, 32)
+
         x, weight = draw(13, 128), draw(1001, 128)
         banned = torch.tensor([5], device="cuda")
         seeds, temperature = torch.arange(13, device="cuda"), torch.tensor(0.7, device="cuda")
         ops.head_confidence(x, weight, 1.0, 7, banned, None, None)
         ops.head_confidence(x, weight, 1.0, 7, banned, seeds, temperature)
+        ops.head_verify(x, weight, 1.0, 7, banned, torch.arange(13, device="cuda") * 77)
         if torch.cuda.get_device_capability() >= (8, 9):
             run_fp8(draw)
         torch.cuda.synchronize()
