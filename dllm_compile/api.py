@@ -161,7 +161,7 @@ def optimize(
                 compiled=compiled,
                 finish=finish,
                 fp8=quality,
-                notes=[one for one in (note, reason) if one is not None],
+                notes=[one for one in (note, reason, captured.note) if one is not None],
             )
         if release:
             optimized._release()

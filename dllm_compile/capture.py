@@ -18,11 +18,15 @@ from torch.export import Dim
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 
+from .certify import deviation
 from .errors import CaptureError, DeviceMismatchError, UnsupportedModelError
 from .passes.graph import aten, check_metadata, fake_mode_of, find, lookup, output_node, placeholders
+from .stamping import MIN_LAYERS, NotAlike, find_repeated, stamp
 
 # Neither dimension may be 1: export specialises sizes 0 and 1 and then refuses the dynamic dimension.
 EXAMPLE_SHAPE = (2, 16)
+
+_ATTENTION = aten.scaled_dot_product_attention.default
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,29 @@ class Captured:
         source: the module that was captured (the inner model where a wrapper adds nothing).
         prefix: what to put before a parameter's name in `gm` to get its name in the user's model.
         layers: number of attention nodes, N.
+        traced: layers that were traced; the others were stamped (`stamping.py`).
+        whole: why all of them were traced; '' where they were not.
     """
 
     gm: GraphModule
     source: nn.Module
     prefix: str
     layers: int
+    traced: int
+    whole: str
+
+    @property
+    def note(self) -> str | None:
+        """What the report says where a deep model could not be stamped."""
+        if not self.whole or self.layers < MIN_LAYERS:
+            return None
+        return f"all {self.layers} layers were traced, which takes longer: {self.whole}"
 
 
 def capture(model: nn.Module, max_length: int | None, vocab_size: int) -> Captured:
     """Export `model` for any batch size and any length up to `max_length`.
+
+    Where many layers are alike, four are traced and the others stamped (`stamping.py`); the result is the same.
 
     Args:
         model: a module whose forward takes `input_ids` and returns logits (a tensor, or an output with `.logits`).
@@ -71,17 +88,46 @@ def capture(model: nn.Module, max_length: int | None, vocab_size: int) -> Captur
             f"the logits of {type(model).__name__} are not finite: check the weights for NaN and infinity, or load "
             f"them in another dtype if {str(expected.dtype).removeprefix('torch.')} overflows"
         )
-    gm = _export(source, ids, max_length)
-    _clean(gm, expected)
+    gm = None
+    try:
+        gm, traced, whole = *_stamped(source, ids, max_length, expected), ""
+    except NotAlike as reason:
+        traced, whole = 0, str(reason)
+    if gm is None:
+        gm = _export(source, ids, max_length)
+        _clean(gm, expected)
+        if difference := _difference(gm, ids, expected):
+            raise CaptureError(
+                f"the captured graph of {type(source).__name__} differs from the module by {difference:.1e}; "
+                "the module probably depends on something outside its inputs and parameters"
+            )
+    layers = len(find(gm, _ATTENTION))
+    return Captured(gm, source, prefix, layers, traced or layers, whole)
+
+
+def _stamped(source: nn.Module, ids: Tensor, max_length: int | None, expected: Tensor) -> tuple[GraphModule, int]:
+    """The graph of `source` from a few of its layers, and how many those are.
+
+    Raises:
+        NotAlike: it must be captured whole.
+    """
+    repeated = find_repeated(source)
+    try:
+        shallow = _export(repeated.shallow(), ids, max_length)
+        _clean(shallow, expected)
+    except Exception as error:  # a forward that counts its layers, whatever it does about it
+        raise NotAlike(f"a copy with fewer layers does not run ({type(error).__name__})") from error
+    gm = stamp(shallow, repeated)
+    check_metadata(gm, "stamping")
+    if _difference(gm, ids, expected):
+        raise NotAlike("layers that look alike do not compute alike")
+    return gm, len(find(shallow, _ATTENTION))
+
+
+def _difference(gm: GraphModule, ids: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference of the graph's logits; 0.0 only where they are equal bit for bit."""
     with torch.no_grad():
-        actual = gm(ids)
-    if not torch.equal(actual, expected):
-        difference = (actual.double() - expected.double()).abs().max().item()
-        raise CaptureError(
-            f"the captured graph of {type(source).__name__} differs from the module by {difference:.1e}; "
-            "the module probably depends on something outside its inputs and parameters"
-        )
-    return Captured(gm, source, prefix, len(find(gm, aten.scaled_dot_product_attention.default)))
+        return deviation(expected, gm(ids))
 
 
 def logits_of(output: Any) -> Tensor:
