@@ -18,6 +18,7 @@ CASES = {
     "decoding": "decoding",
     "fp8-kernels": "fp8_kernels",
     "fp8-accuracy": "fp8_accuracy",
+    "frontier": "frontier",
 }
 
 
