@@ -136,8 +136,9 @@ def refresh(gm: GraphModule) -> None:
 
 
 def fp8_bytes(gm: GraphModule) -> int:
-    """Bytes of all codes and scales."""
-    return sum(lookup(gm, path).nbytes for weight in quantized_weights(gm) for path in (weight.codes, weight.scales))
+    """Bytes of all codes and scales, padding of the scales included."""
+    paths = (path for weight in quantized_weights(gm) for path in (weight.codes, weight.scales))
+    return sum(lookup(gm, path).untyped_storage().nbytes() for path in paths)
 
 
 def release(model: nn.Module, gm: GraphModule) -> tuple[int, tuple[str, ...]]:

@@ -20,6 +20,10 @@ class LladaRows:
         self.layers: int = model.config.n_layers
         self.weights: dict[str, Tensor] = {name: value.detach() for name, value in model.named_parameters()}
 
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """A linear layer by the name of its weight."""
+        return F.linear(x, self.weights[name])
+
     def _norm(self, x: Tensor, name: str) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
@@ -38,14 +42,14 @@ class LladaRows:
         head_dim = self.config.d_model // self.config.n_heads
         for layer in range(self.layers):
             name = f"model.transformer.blocks.{layer}."
-            weight = {key.removeprefix(name): value for key, value in self.weights.items() if key.startswith(name)}
             h = self._norm(x, name + "attn_norm.weight")
-            q, k, v = (F.linear(h, weight[f"{part}_proj.weight"]).unflatten(-1, (-1, head_dim)) for part in "qkv")
+            projected = (self.linear(h, f"{name}{part}_proj.weight") for part in "qkv")
+            q, k, v = (rows.unflatten(-1, (-1, head_dim)) for rows in projected)
             attended = attend(self._rotate(q, positions), self._rotate(k, positions), v).flatten(-2)
-            x = x + F.linear(attended, weight["attn_out.weight"])
+            x = x + self.linear(attended, name + "attn_out.weight")
             h = self._norm(x, name + "ff_norm.weight")
-            gated = F.silu(F.linear(h, weight["ff_proj.weight"])) * F.linear(h, weight["up_proj.weight"])
-            x = x + F.linear(gated, weight["ff_out.weight"])
+            gated = F.silu(self.linear(h, name + "ff_proj.weight")) * self.linear(h, name + "up_proj.weight")
+            x = x + self.linear(gated, name + "ff_out.weight")
         return self._norm(x, "model.transformer.ln_f.weight")
 
     def logits(self, hidden: Tensor) -> Tensor:
