@@ -140,6 +140,7 @@ class Layout:
         offsets = tuple(start[: len(samples)].tolist())
         sample_of_row = torch.repeat_interleave(torch.arange(places), lengths)
         positions = torch.arange(rows) - start[sample_of_row]
+        positions[sum(taken) :] = 0  # there may be more rows left over than the model has positions
         tiles = tile_table(lengths, tile_rows, seeing=len(samples), size=None if capacity is None else places)
         if guided:
             tiles = torch.cat([tiles, tiles + rows])

@@ -39,7 +39,7 @@ CASES: dict[str, dict] = {
 
 @pytest.fixture(scope="module")
 def fast() -> dllm_compile.OptimizedModel:
-    sizes = {"d_model": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3}
+    sizes = {"d_model": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3, "max_sequence_length": 512}
     return dllm_compile.optimize(tiny_model(**sizes).cuda())
 
 
@@ -133,7 +133,9 @@ def test_no_synchronization_between_looks(fast):
 
 def test_two_models_and_four_threads(fast):
     """Each thread gets what it gets alone, captures of the others or not."""
-    other = dllm_compile.optimize(tiny_model(d_model=256, n_heads=4, n_kv_heads=4, n_layers=2).cuda())
+    other = dllm_compile.optimize(
+        tiny_model(d_model=256, n_heads=4, n_kv_heads=4, n_layers=2, max_sequence_length=512).cuda()
+    )
     jobs = [(model, config_of(case, eos="none")) for model in (fast, other) for case in ("flash", "dual")]
     expected = [run(model, prompts_of(9, 20), config).sequences for model, config in jobs]
     pools = [SessionPool() for _ in jobs]

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+import dllm_compile
 from dllm_compile.config import DecodingConfig
 from dllm_compile.runtime.capacity import Capacity, bucket
 from dllm_compile.runtime.engine import decode
@@ -15,6 +16,7 @@ from dllm_compile.runtime.layout import Layout, Sample
 from dllm_compile.runtime.session import SessionPool, session_key
 from dllm_compile.runtime.state import CanvasState
 from dllm_compile.runtime.warm_up import warm_up
+from tests.conftest import tiny_model
 
 from .policies import POLICIES
 from .tiny import FACTS, MASK, CachedPrograms, TinyModel, prompts_of
@@ -220,3 +222,15 @@ def test_a_warm_up_names_every_size_of_a_batch(model, case):
     (session,) = (one for idle in pool._idle.values() for one in idle)
     session.start([Sample.plan(i, prompt, config, MASK) for i, prompt in enumerate(prompts)], [0, 17], config)
     assert computed <= {rows for _, rows in session.cache.sizes(session.layout)}
+
+
+@pytest.mark.parametrize("cache", ["none", "dual", "flash"])
+def test_rows_left_over_have_positions_of_the_model(cache):
+    """There may be more of them than the tables of the rotary embedding have rows."""
+    fast = dllm_compile.optimize(tiny_model(max_sequence_length=24), compile=False)
+    config = DecodingConfig(max_new_tokens=9, block_length=4, threshold=0.3, cache=cache)
+    prompts = [torch.arange(3, 3 + length) for length in (3, 14, 15)]
+    same(
+        decode(fast.programs, fast.facts, prompts, config, sessions=SessionPool()),
+        decode(fast.programs, fast.facts, prompts, config),
+    )
