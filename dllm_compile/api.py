@@ -32,6 +32,7 @@ from .errors import (
 )
 from .fp8_weights import parameters_of, refresh, refuse_released
 from .fp8_weights import release as free_weights
+from .inspection.dump import dump_graphs
 from .passes import (
     FUSE,
     INLINE_REFERENCES,
@@ -42,11 +43,11 @@ from .passes import (
     finishing_passes,
     run_passes,
 )
-from .passes.graph import lookup, share
+from .passes.graph import share
 from .passes.normalize_attention import COS
-from .passes.packing import packed, plans
+from .passes.packing import packed
 from .precision import Fp8Report, decide, quantize
-from .report import Report, program_report, write_graphs
+from .report import Report, model_report
 from .runtime.ambient import plain_mode
 from .runtime.engine import decode
 from .runtime.facts import ModelFacts
@@ -416,28 +417,25 @@ class OptimizedModel(nn.Module):
         return MaskedLMOutput(logits=logits)
 
     def report(self) -> Report:
-        """What was rewritten so far; `print` it, or use `to_dict()`."""
-        parameter = next(self.model.parameters())
-        packed = [lookup(self._captured.gm, packing.path) for packing in plans(self._captured.gm)]
-        return Report(
-            model=type(self.model).__name__,
-            layers=self._captured.layers,
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            device=str(parameter.device),
-            passes=self._results,
-            programs=tuple(map(program_report, self.programs.built)),
-            logits_error=self._logits_error,
-            packed_bytes=sum(tensor.numel() * tensor.element_size() for tensor in packed),
-            notes=tuple(self._notes),
-            capture_seconds=self._capture_seconds,
-            fp8=self._fp8,
-        )
+        """What was rewritten so far; `print` or `show()` it, or use `to_dict()`."""
+        return model_report(self)
 
-    def dump_graphs(self, directory: str | Path) -> list[Path]:
-        """Write the graph as captured and after each pass, of each program built so far, as numbered Python files."""
-        if isinstance(self.programs, ModelPrograms):
-            self.programs.forward_program()
-        return write_graphs(directory, self._snapshots)
+    def dump_graphs(self, directory: str | Path, *, decompile: bool | None = None) -> list[Path]:
+        """Write the graph as captured and after each pass, and each program built so far, to be read and to be run.
+
+        Args:
+            directory: made where it does not exist. `index.html` in it shows everything; the modules in it are numbered
+                in the order of the passes, and `program_<name>.py` is a program with inputs and outputs recorded.
+            decompile: also compile each compiled program anew under depyf, caches off, for its decompiled code. None:
+                where depyf is installed.
+
+        Returns:
+            The files, `index.html` first, then the numbered modules.
+
+        Raises:
+            MissingPackageError: `decompile` is True and depyf is not installed.
+        """
+        return dump_graphs(self, directory, decompile=decompile)
 
     def _make_sessions(self) -> SessionPool | None:
         """Where buffers and captured steps stay between calls; None where no step is captured."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, get_args
 
 from . import __version__, _checkpoints
 from ._decoding_options import add_decoding_options, decoding_config
-from .config import CompileConfig, Precision
+from .config import Cache, CompileConfig, Precision
 from .errors import ConfigError, DllmCompileError
 
 if TYPE_CHECKING:
@@ -49,7 +49,16 @@ def build_parser() -> argparse.ArgumentParser:
     add_decoding_options(generate)
 
     report = _command(commands, "report", _report, "say what is rewritten and what it saves")
+    report.add_argument("--json", action="store_true", help="print the report as JSON")
     report.add_argument("--dump", metavar="DIR", help="write the graphs before and after each pass there")
+    report.add_argument("--html", metavar="DIR", help="the same with the steps' programs; open DIR/index.html")
+    report.add_argument(
+        "--caches",
+        nargs="+",
+        choices=get_args(Cache),
+        default=["none", "dual"],
+        help="with --html: caches whose steps are shown [none dual]",
+    )
 
     evaluate = _command(commands, "eval", _evaluate, "accuracy on the bundled model's held-out problems")
     evaluate.add_argument("--family", default="arithmetic", help="problem family [arithmetic]")
@@ -120,24 +129,33 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    if arguments.dump:  # before the model is loaded
-        _make_folder(arguments.dump)
+    folders = {"--dump": arguments.dump, "--html": arguments.html}
+    for option, folder in folders.items():  # before the model is loaded
+        if folder:
+            _make_folder(option, folder)
     checkpoint, fast = _load(arguments)
-    print(f"{checkpoint.name}\n{fast.report()}")
-    if arguments.dump:
-        fast.dump_graphs(arguments.dump)
-        print(f"graphs written to {arguments.dump}")
+    if arguments.html:
+        for cache in arguments.caches:  # a program is made when it is first needed: two tokens behind one will do
+            fast.generate([[0]], max_new_tokens=2, block_length=1, eos="none", cache=cache)
+    if arguments.json:
+        print(json.dumps(fast.report().to_dict(), indent=2))
+    else:
+        print(checkpoint.name)
+        fast.report().show()
+    for folder in filter(None, folders.values()):
+        fast.dump_graphs(folder)
+        print(f"graphs written to {folder}: open {Path(folder) / 'index.html'}", file=sys.stderr)
     return 0
 
 
-def _make_folder(path: str) -> None:
+def _make_folder(option: str, path: str) -> None:
     """A folder that can be written to, or a `ConfigError`."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--dump needs a folder, and {path} cannot be one: {error.strerror}") from error
+        raise ConfigError(f"{option} needs a folder, and {path} cannot be one: {error.strerror}") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"--dump {path}: no permission to write there, give another folder")
+        raise ConfigError(f"{option} {path}: no permission to write there, give another folder")
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

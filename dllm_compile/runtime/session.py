@@ -219,6 +219,11 @@ class SessionPool:
             self._idle.move_to_end(key)
             self._shrink(self._keep)
 
+    def idle(self) -> tuple[Session, ...]:
+        """Sessions that are kept and that nobody uses now."""
+        with self._lock:
+            return tuple(session for sessions in self._idle.values() for session in sessions)
+
     def clear(self) -> None:
         """Give up idle sessions and the memory they hold."""
         with self._lock:
