@@ -76,7 +76,7 @@ $(VENV)/.installed: $(TORCH_STAMP) pyproject.toml
 
 $(VENV)/.test: $(VENV)/.installed
 	@echo "[set-up] test extras"
-	@$(PIP) $(KEEP) -e ".[test]"
+	@$(PIP) $(KEEP) -e ".[test,fp8]"
 	@$(RUN)/python -c 'import triton' 2>/dev/null || { echo "[set-up] $(TRITON)"; $(PIP) --no-deps "$(TRITON)"; }
 	@touch $@
 
