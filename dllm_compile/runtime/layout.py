@@ -71,6 +71,7 @@ class Layout:
         samples: the samples, in the order of their rows.
         offsets: first row of each sample.
         rows: R, left over ones included.
+        spare: whether the last place has rows that are left over, and never a sample.
         exists: (S,) bool, whether there is a sample; S counts the places without one.
         guided: whether there is an unconditional half.
         positions: (R,) int64, canvas position.
@@ -91,6 +92,7 @@ class Layout:
     offsets: tuple[int, ...]
     rows: int
     guided: bool
+    spare: bool
     exists: Tensor
     positions: Tensor
     sample_of_row: Tensor
@@ -152,6 +154,7 @@ class Layout:
             offsets=offsets,
             rows=rows,
             guided=guided,
+            spare=capacity is not None,
             exists=(torch.arange(places) < len(samples)).to(device),
             positions=positions.to(device),
             sample_of_row=sample_of_row.to(device),
@@ -177,6 +180,11 @@ class Layout:
     def places(self) -> int:
         """S: samples, and places without one."""
         return self.start.shape[0]
+
+    @property
+    def seats(self) -> int:
+        """Places that a sample may take: with a capacity all but the last one, which has the rows left over."""
+        return self.places - self.spare
 
     @property
     def forward_rows(self) -> int:

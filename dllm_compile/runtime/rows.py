@@ -59,7 +59,7 @@ def tiles_of(picked: PickedRows, key_begin: Tensor, key_end: Tensor, tile_rows: 
     """(t, 4) int32 [q_begin, q_end, k_begin, k_end): the rows of a sample see the sample's keys, padding sees none.
 
     Args:
-        picked: the rows of the forward.
+        picked: the rows of the forward; only those of the first S samples may be among them.
         key_begin: (S,) int64, first key row of each sample.
         key_end: (S,) int64.
         tile_rows: most query rows of a tile; None gives one tile a sample.
@@ -67,10 +67,11 @@ def tiles_of(picked: PickedRows, key_begin: Tensor, key_end: Tensor, tile_rows: 
     Returns:
         t = n // tile_rows + S + 1 tiles, whatever the counts; those that are not needed have no rows.
     """
-    size, samples = len(picked.rows), len(picked.counts)
+    size, samples = len(picked.rows), len(key_begin)
+    counts, total = picked.counts[:samples], picked.counts.sum()[None]
     step = max(size, 1) if tile_rows is None else tile_rows
-    begin = torch.cat((picked.starts, picked.counts.sum()[None]))
-    count = torch.cat((picked.counts, size - picked.counts.sum()[None]))
+    begin = torch.cat((picked.starts[:samples], total))
+    count = torch.cat((counts, size - total))
     keys = torch.stack((torch.cat((key_begin, key_begin.new_zeros(1))), torch.cat((key_end, key_end.new_zeros(1)))), 1)
     of_part = (count + step - 1).div(step, rounding_mode="floor")
     last = of_part.cumsum(0)

@@ -42,13 +42,24 @@ def inputs(rows, outs, width, group=128):
     return *linear_inputs(rows, 128, width, group, seed=rows, device="cuda")[:2], *weight_of(outs, width, group)
 
 
-def assert_product(got, expected):
+# A tensor core adds 32 FP8 products at a time and keeps 13 bits behind the point of the largest addend (14 in all, see
+# the DeepSeek-V3 report, arXiv 2412.19437, section 3.5.2): four such sums make a group of 128.
+ACCUMULATION = 4 * 2**-13
+
+
+def sum_of_sizes(codes, scales, weight_codes, weight_scales):
+    """(M, N) fp64: the product of absolute values, which bounds every sum on the way."""
+    return dense_linear(codes.float().abs(), scales, weight_codes.float().abs(), weight_scales)
+
+
+def assert_product(got, arguments):
     """One rounding to the dtype, and the accumulation of FP8 tensor cores: of each number, and of each row together."""
+    expected = dense_linear(*arguments)
     assert got.isfinite().all()
     unit = torch.finfo(got.dtype).eps / 2
     size = expected.pow(2).mean(1, keepdim=True).sqrt()
     error = (got.double() - expected).abs()
-    assert (error <= unit * 1.01 * expected.abs() + 2e-3 * size).all()
+    assert (error <= unit * 1.01 * expected.abs() + ACCUMULATION * sum_of_sizes(*arguments)).all()
     relative = error.pow(2).mean(1).sqrt() / size.squeeze(1)
     assert relative.max() <= (1e-3 if got.dtype == torch.float32 else 1e-3 + unit)
 
@@ -57,18 +68,17 @@ def assert_product(got, expected):
 @pytest.mark.parametrize("rows", ROWS)
 def test_matches_the_definition(rows, shape):
     arguments = inputs(rows, *shape)
-    expected = dense_linear(*arguments)
     for dtype in (BF16, torch.float32):  # fp32 results never come from the library
         got = fp8_linear(*arguments, dtype)
         assert got.shape == (rows, shape[0])
         assert got.is_contiguous()
-        assert_product(got, expected)
+        assert_product(got, arguments)
 
 
 @pytest.mark.parametrize("rows", [1, 33, 130, 1000])
 def test_own_kernel_at_any_row_count(rows):
     arguments = inputs(rows, 4096, 4096)
-    assert_product(fp8_linear_triton(*arguments, BF16, ANY_ROWS), dense_linear(*arguments))
+    assert_product(fp8_linear_triton(*arguments, BF16, ANY_ROWS), arguments)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 17, 129, 1002])
@@ -78,7 +88,7 @@ def test_library_at_any_row_count(rows, shape):
         pytest.skip("torch multiplies with block scales on SM90, CUDA 12.9 or later")
     assert library_of(torch.device("cuda", 0)) == "scaled_mm"
     arguments = inputs(rows, *shape)
-    assert_product(block_scaled_mm(*arguments), dense_linear(*arguments))
+    assert_product(block_scaled_mm(*arguments), arguments)
 
 
 def test_torchao_product_where_the_library_is_not(monkeypatch):
@@ -87,7 +97,7 @@ def test_torchao_product_where_the_library_is_not(monkeypatch):
 
     monkeypatch.setattr(module, "library_of", lambda device: "torchao")
     arguments = inputs(256, 4096, 4096)
-    assert_product(fp8_linear(*arguments, BF16), dense_linear(*arguments))
+    assert_product(fp8_linear(*arguments, BF16), arguments)
 
 
 @pytest.mark.parametrize("group", [0, -1])
@@ -114,9 +124,11 @@ def test_a_nan_stays_in_its_row():
 
 
 def assert_normed(total, normed, weight):
-    """Norm of the sum that was returned: at most a unit in the last place of bf16 apart."""
+    """Norm of the sum returned. A tie apart in the first rounding to bf16 is a unit in the last place, 2**-7 at
+    most; the product with the weight is then rounded once more on either side, 2**-9 each.
+    """
     expected = rms_norm_reference(total, weight, EPS).float()
-    assert ((normed.float() - expected).abs() <= 2**-7 * expected.abs()).all()
+    assert ((normed.float() - expected).abs() <= (2**-7 + 2 * 2**-9) * 1.01 * expected.abs()).all()
     assert (normed.float() != expected).float().mean() < 1e-2
 
 
@@ -132,7 +144,7 @@ def test_fp8_product_add_and_norm(rows, shape):
     total, normed = fp8_linear_add_rms_norm(*arguments, residual, weight, EPS)
     expected = residual.double() + product
     # The product is rounded, then the sum.
-    bound = 2**-8 * (product.abs() + expected.abs()) + 2e-3 * product.pow(2).mean(1, keepdim=True).sqrt()
+    bound = 2**-8 * (product.abs() + expected.abs()) + ACCUMULATION * sum_of_sizes(*arguments)
     assert ((total.double() - expected).abs() <= bound).all()
     assert_normed(total, normed, weight)
 

@@ -118,7 +118,8 @@ class RowSubset(CachePolicy):
         size, guided = len(picked.rows), layout.guided
         place = layout.base[layout.sample_of_row] + state.rank
         rows, cache_rows = picked.rows, torch.where(picked.real, place[picked.rows], self._spare(guided))
-        tiles = tiles_of(picked, layout.base, layout.base + state.kept, self._programs.tile_rows)
+        first = layout.base[: layout.seats]
+        tiles = tiles_of(picked, first, first + state.kept[: layout.seats], self._programs.tile_rows)
         if guided:
             blind = torch.where(picked.real, cache_rows + self._cache_rows, self._spare(guided))
             cache_rows = torch.cat((cache_rows, blind))

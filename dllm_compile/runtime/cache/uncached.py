@@ -65,7 +65,8 @@ class UncachedPruned(CachePolicy):
         """One forward over the kept rows, of waiting samples too."""
         size = self._size
         picked = pick_rows(state.keep, layout.sample_of_row, layout.places, size)
-        tiles = tiles_of(picked, picked.starts, picked.starts + picked.counts, self._programs.tile_rows)
+        first = picked.starts[: layout.seats]
+        tiles = tiles_of(picked, first, first + picked.counts[: layout.seats], self._programs.tile_rows)
         rows, wanted = picked.rows, picked.place[inputs.wanted]
         if layout.guided:
             rows, tiles = torch.cat((rows, rows + layout.rows)), torch.cat((tiles, tiles + size))
