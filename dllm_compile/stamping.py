@@ -134,20 +134,19 @@ def _copied(module: nn.Module, layers: nn.ModuleList, memo: dict[int, nn.Module]
     new.__dict__["_modules"] = {
         name: None if child is None else _copied(child, layers, memo) for name, child in children.items()
     }
-    if layers is not module and any(child is layers for child in module.modules()):
-        new.__dict__.update({k: _cut_config(v, len(layers)) for k, v in vars(module).items() if k == "config"})
+    if "config" in vars(module) and module is not layers and any(child is layers for child in module.modules()):
+        new.__dict__["config"] = _cut_config(vars(module)["config"], len(layers))
     return new
 
 
 def _cut_config(config: Any, layers: int) -> Any:
     """A configuration of the shallow model, for code that counts its layers there."""
     counts = {name: getattr(config, name, None) for name in _DEPTHS}
-    stale = [name for name, value in counts.items() if type(value) is int and value % layers == 0 and value]
-    if not stale:
-        return config
-    config = copy.copy(config)
-    for name in stale:
-        setattr(config, name, counts[name] // layers * TRACED)
+    stale = {name: n // layers * TRACED for name, n in counts.items() if type(n) is int and n and n % layers == 0}
+    if stale:
+        config = copy.copy(config)
+        for name, count in stale.items():
+            setattr(config, name, count)
     return config
 
 

@@ -29,12 +29,12 @@ SMALL = {
 }
 
 
-def make_checkpoint(code: Path, folder: Path) -> Path:
-    """Write the code of `code`, its config with small sizes, and random weights to `folder`."""
+def make_checkpoint(code: Path, folder: Path, **changes: int) -> Path:
+    """Write the code of `code`, its config with small sizes (and `changes`), and random weights to `folder`."""
     folder.mkdir(parents=True)
     for file in code.glob("*.py"):
         shutil.copy(file, folder)
-    values = {**json.loads((code / "config.json").read_text(encoding="utf-8")), **SMALL}
+    values = {**json.loads((code / "config.json").read_text(encoding="utf-8")), **SMALL, **changes}
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     model_class = get_class_from_dynamic_module(config.auto_map["AutoModel"], str(folder))
