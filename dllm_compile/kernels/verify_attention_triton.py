@@ -43,7 +43,7 @@ def choose_verify_blocks(dtype: torch.dtype, head_dim: int, tile_rows: int, prog
         dtype: of q, k, v.
         head_dim: size of a head.
         tile_rows: largest number of rows in a tile.
-        programs: tiles that have something to do, times heads.
+        programs: tiles times heads.
         processors: multiprocessors of the device.
     """
     rows = max(16, 1 << (tile_rows - 1).bit_length())
@@ -253,8 +253,8 @@ def verify_attention_triton(
     q, k, v, k_cache, v_cache = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v, k_cache, v_cache))
     tiles, views, hidden = (x.contiguous() for x in (tiles, views, hidden))
     if blocks is None:
-        busy = max(1, tiles.shape[0] - 1)  # one tile more than samples, where there is room for them to come and go
-        blocks = choose_verify_blocks(q.dtype, head_dim, tile_rows, heads * busy, _launch.processors(q.device))
+        programs = heads * tiles.shape[0]
+        blocks = choose_verify_blocks(q.dtype, head_dim, tile_rows, programs, _launch.processors(q.device))
     plan = plan_verify_attention(q, k, v, k_cache, v_cache, tiles, views, hidden, out, blocks, arrived)
     grid, arguments, constants = plan
     verify_attention_kernel[grid](*arguments, **constants)

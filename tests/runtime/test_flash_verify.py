@@ -8,6 +8,7 @@ import torch
 
 from dllm_compile.config import DecodingConfig
 from dllm_compile.runtime.engine import decode
+from dllm_compile.runtime.session import SessionPool
 
 from .tiny import (
     EOS,
@@ -195,6 +196,21 @@ def test_a_sample_does_not_depend_on_the_others(model, slots):
         alone = decode(CachedPrograms(model), FACTS, [prompt], config)
         assert row == alone.sequences[0].tolist()
         assert output.stats.forwards_per_row[i] == alone.stats.forwards_per_row[0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_buffers_that_stay_change_nothing(model, rule):
+    """A session serves calls with other prompts; left over rows and empty seats verify nothing and see nothing."""
+    pool, config = SessionPool(), config_of(rule, slots=3, **SMALL)
+    programs = CachedPrograms(model)
+    for seed, lengths in enumerate([(3, 17, 1, 9, 26, 5), (30, 2, 7), (4, 1, 30, 2)]):
+        prompts = prompts_of(*lengths, seed=seed)
+        kept = decode(programs, FACTS, prompts, config, sessions=pool)
+        fresh = decode(CachedPrograms(model), FACTS, prompts, config)
+        assert torch.equal(kept.sequences, fresh.sequences)
+        assert kept.stats.forwards_per_row == fresh.stats.forwards_per_row
+        assert kept.stats.row_forwards == fresh.stats.row_forwards
+    assert {len(inputs.ids) for inputs, _ in programs.verify_calls} == {3 * 12}, "three seats, twelve rows each"
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -134,14 +134,15 @@ class FlashCache(RowSubset):
             caches=self.caches(layout.guided),
             views=plan.views,
             hidden=hidden,
-            given=drafts.tokens.flatten(),
+            given=drafts.tokens[: layout.seats].flatten(),
             own_rows=torch.arange(len(plan.rows), device=positions.device),
             own=self._own_buffers(len(plan.rows)),
             tile_rows=self._verify_size,
         )
-        token, confidence, probability = self._programs.verify_step(inputs, verify)
-        shape = drafts.rows.shape
-        return token.view(shape), confidence.view(shape), probability.view(shape)
+        found = self._programs.verify_step(inputs, verify)
+        left_over = (0, 0, 0, layout.places - layout.seats)
+        token, confidence, probability = (F.pad(value.view(plan.masks.shape), left_over) for value in found)
+        return token, confidence, probability
 
     def _own_buffers(self, rows: int) -> tuple[Tensor, Tensor]:
         """Where a verify pass puts its own keys and values; allocated when first asked for."""

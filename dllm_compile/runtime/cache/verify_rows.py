@@ -2,7 +2,8 @@
 """Rows of a verify pass (Flash-Verify): context, drafts and their masks of each sample. Tensor operations only.
 
 Every sample has the same number of rows, [T context | S drafts | S masks] with padding behind a short context; S and T
-are known on the device alone. A sample that has nothing to verify has padding only.
+are known on the device alone. A sample that has nothing to verify has padding only; a place for left over rows, which
+never has a sample, has no rows at all.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class Drafts:
 
 @dataclass(frozen=True)
 class VerifyRows:
-    """The rows of one pass, n = S * size.
+    """The rows of one pass, n = `Layout.seats` * size.
 
     Attributes:
         rows: (n,) int64, canvas row of each; padding names row 0.
         ids: (n,) int64, what stands there: a token, a draft, the mask.
         views: (n, 3) int32, see `kernels.verify_attention`; negative depth is padding.
-        masks: (S, c) int64, row of the pass with the mask of each candidate; any row of the sample where there is none.
-        tiles: (S, 4) int32.
+        masks: (seats, c) int64, row of the pass with the mask of each candidate; any row of the sample for none.
+        tiles: (seats, 4) int32.
     """
 
     rows: Tensor
@@ -80,7 +81,7 @@ def verify_rows(
         context: most context rows besides committed ones; None for as many as there is room.
         mask_token_id: id of a masked position.
     """
-    of_row, (samples, columns) = layout.sample_of_row, drafts.rows.shape
+    of_row, seats, columns = layout.sample_of_row, layout.seats, drafts.rows.shape[1]
     device, decoded = tokens.device, tokens != mask_token_id
     count = drafts.real.sum(-1)
     room = size - 2 * count
@@ -91,18 +92,20 @@ def verify_rows(
         room_for_context = room
     room_for_context = torch.where(count > 0, room_for_context, 0)
 
-    spare = samples * size  # what has no row goes there and is cut off
-    first = torch.arange(samples, device=device) * size
+    spare = seats * size  # what has no row goes there and is cut off
+    first = torch.arange(layout.places, device=device) * size
     rank = torch.arange(columns, device=device)
     in_context = decoded & (from_end <= room_for_context[of_row])
     context_place = torch.where(in_context, first[of_row] + from_end - 1, spare)
     draft_place = torch.where(drafts.real, (first + room)[:, None] + rank, spare)
     mask_place = torch.where(drafts.real, (first + room + count)[:, None] + rank, spare)
+    draft_place, mask_place, real = draft_place[:seats], mask_place[:seats], drafts.real[:seats]
     # One place for every row of the canvas, then for every draft and every mask.
     places = torch.cat((context_place, draft_place.flatten(), mask_place.flatten()))
-    candidate_rows, masks = drafts.rows.flatten(), torch.full_like(drafts.rows.flatten(), mask_token_id)
+    candidate_rows, draft_tokens = drafts.rows[:seats].flatten(), drafts.tokens[:seats].flatten()
+    masks = torch.full_like(draft_tokens, mask_token_id)
     canvas_rows = torch.arange(len(tokens), device=device)
-    ranks = rank.repeat(samples)
+    ranks = rank.repeat(seats)
     zeros, top = torch.zeros_like(canvas_rows), torch.full_like(canvas_rows, columns + 1)
     depth = torch.cat((zeros, ranks + 1, ranks))
     seen_from = torch.cat((zeros, ranks + 1, torch.zeros_like(ranks)))
@@ -116,8 +119,8 @@ def verify_rows(
     k_end = torch.where(count > 0, k_begin + layout.lengths, k_begin)
     return VerifyRows(
         rows=spread(torch.cat((canvas_rows, candidate_rows, candidate_rows)), 0),
-        ids=spread(torch.cat((tokens, drafts.tokens.flatten(), masks)), 0),
+        ids=spread(torch.cat((tokens, draft_tokens, masks)), 0),
         views=views,
-        masks=torch.where(drafts.real, mask_place, first[:, None]),
-        tiles=torch.stack((first, first + size, k_begin, k_end), 1).to(torch.int32),
+        masks=torch.where(real, mask_place, first[:seats, None]),
+        tiles=torch.stack((first, first + size, k_begin, k_end), 1)[:seats].to(torch.int32),
     )
