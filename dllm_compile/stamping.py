@@ -15,6 +15,7 @@ three fails, the model is captured whole.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -196,6 +197,8 @@ def _same(mine: Any, theirs: Any) -> bool:
         return True
     if type(mine) is not type(theirs):
         return False
+    if isinstance(mine, functools.partial):
+        return all(_same(getattr(mine, part), getattr(theirs, part)) for part in ("func", "args", "keywords"))
     if isinstance(mine, dict):
         return list(mine) == list(theirs) and all(_same(value, theirs[key]) for key, value in mine.items())
     if isinstance(mine, list | tuple):
