@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors, models, presets
     from .api import OptimizedModel, optimize
+    from .bisection.run import bisect
     from .config import CompileConfig, DecodingConfig
     from .remote_code import load_remote
     from .runtime.output import GenerationOutput
@@ -26,6 +27,7 @@ __all__ = [
     "GenerationOutput",
     "OptimizedModel",
     "__version__",
+    "bisect",
     "errors",
     "load_remote",
     "models",
@@ -39,6 +41,7 @@ _HOME: dict[str, str | None] = {
     "DecodingConfig": ".config",
     "GenerationOutput": ".runtime.output",
     "OptimizedModel": ".api",
+    "bisect": ".bisection.run",
     "errors": None,
     "load_remote": ".remote_code",
     "models": None,

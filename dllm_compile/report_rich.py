@@ -37,7 +37,7 @@ def renderable(report: Report) -> RenderableType:
 def _passes(results: Sequence[PassResult]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in PASS_HEADER:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name == "pass")
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=name != "saves")
     for result in results:
         short = result.required is not None and result.matches < result.required
         cells = [Text(cell) for cell in pass_row(result)]

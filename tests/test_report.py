@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `optimize` says: the report, dumped graphs, switches for bisecting, and missing compilers said aloud."""
+"""What `optimize` says: the report, switches for bisecting, and missing compilers said aloud."""
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
+import re
+import sys
 
 import pytest
 import torch
 
 import dllm_compile
-from dllm_compile import _compat, api
+from dllm_compile import _compat, api, cards
 from dllm_compile.errors import ConfigError
+from dllm_compile.inspection import launches, work
 from dllm_compile.passes import FUSE, NORMALIZE
 from tests.conftest import tiny_model
 from tests.passes.pieces import Mini
@@ -61,6 +66,9 @@ def test_text(fast):
     assert table["normalize_norm"][7] == "bit-equal"
     assert table["pack_qkv"][2:4] == ["2", "-"]
     assert any(line.startswith("program step (not compiled, ") for line in lines)
+    assert any(line.startswith("  inputs: ids i64[s") for line in lines)
+    # Two layers, k and v of two heads of 16 fp32 numbers each.
+    assert "cache prefix, dual, vicinity, dkv, flash: 512 B a row = 2 x 2 layers x 2 key heads x 16 x 4 bytes" in lines
     assert "packed weights: 0.2 MiB, shared with the model's parameters (0 extra)" in lines
     assert "note: programs run uncompiled (compile=False)" in lines
     assert not [line for line in lines if line.startswith("left as it was")]
@@ -77,6 +85,109 @@ def test_dictionary(fast):
     assert data["notes"] == ["programs run uncompiled (compile=False)"]
 
 
+def test_work_of_a_step(fast):
+    """One sample of 64 + 64 tokens (the model has 128 positions): every product, and attention of all to all."""
+    step = next(program for program in fast.report().programs if program.name == "step")
+    rows, wanted, width, hidden, vocabulary = 128, 16, 64, 96, 128
+    linear = 2 * rows * width * (64 + 32 + 32 + 64 + 3 * hidden) * 2
+    attention = 4 * rows * rows * 64 * 2
+    assert step.work.flops == linear + attention + 2 * wanted * width * vocabulary
+    assert step.work.size == "1 sample of 64 + 64 tokens, block 16"
+    assert (step.work.rows, step.work.card, step.work.floor_us) == (rows, None, None)
+    assert step.launches is None, "nothing was compiled"
+    assert step.inputs["tiles"].startswith("i32[s")
+    assert step.inputs["tiles"].endswith(", 4]")
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "NVIDIA L4"),
+        ("NVIDIA L40", None),
+        ("Some other card", None),
+    ],
+)
+def test_cards_by_name(device, card):
+    found = cards.card_named(device)
+    assert (None if found is None else found.name) == card
+
+
+def test_floor_is_the_slower_of_moving_and_computing():
+    card = cards.Card("mine", bytes_per_second=1e9, flops=1e12, fp8_flops=2e12)
+    assert card.floor(2_000_000_000, 10**12) == 2.0
+    assert card.floor(1_000_000_000, 3 * 10**12) == 3.0
+    assert card.floor(0, 3 * 10**12, fp8_flops=2 * 10**12) == 2.0
+    assert dataclasses.replace(card, fp8_flops=None).floor(1, 2, fp8_flops=1) is None
+
+
+def test_floor_is_that_of_the_present_card(monkeypatch):
+    """Only the name of the card is played: the bytes of the bf16 program over its bandwidth."""
+    fast = dllm_compile.optimize(tiny_model(dtype=torch.bfloat16), compile=False)
+    fast.generate(prompts_of(4), SHORT)
+    monkeypatch.setattr(work, "card_of", lambda device: cards.card_named("NVIDIA H200"))
+    (step,) = fast.report().programs
+    assert step.work.card == "H200"
+    assert step.work.floor_us == pytest.approx(step.work.bytes / 4.35e12 * 1e6)
+    assert f"floor on H200 {step.work.floor_us:.0f} us" in str(step.work)
+
+
+def test_launches_of_generated_code():
+    source = """
+import torch
+from torch._inductor.select_algorithm import extern_kernels
+aten = torch.ops.aten
+alloc_from_pool = torch.ops.inductor._alloc_from_pool
+async_compile = AsyncCompile()
+cpp_fused_add_0 = async_compile.cpp_pybinding(['float*'], "cpp_fused_add_0(x)")
+triton_poi_1 = async_compile.triton('triton_', "code")
+def partition_0(args):
+    triton_poi_1.run(buf0, stream=stream0)
+class Runner:
+    def call(self, args):
+        cpp_fused_add_0(arg0_1, buf0)
+        extern_kernels.mm(buf0, reinterpret_tensor(arg2_1, (64, 128), (1, 64), 0), out=buf1)
+        buf2 = torch.ops.dllm.row_attention.default(buf1)
+        buf3 = torch.ops.aten.sort.stable(buf2)
+        aten.index_put_(buf3, [arg1_1], buf2, False)
+        buf4 = alloc_from_pool(buf0, 0)
+        partition_0([buf4])
+def benchmark_compiled_module(args):
+    cpp_fused_add_0(arg0_1, buf0)
+"""
+    assert launches.source_launches(source) == launches.Launches(generated=2, library=3, operators=1)
+    assert launches.program_launches((source, source), (1, 3)) == launches.Launches(8, 12, 4)
+    assert launches.program_launches((source,), (1, 3)) is None
+    assert launches.program_launches((), ()) is None
+
+
+def test_shown_as_text_in_a_file_and_in_colour_in_a_terminal(fast, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    plain = io.StringIO()
+    fast.report().show(plain)
+    assert plain.getvalue() == f"{fast.report()}\n"
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    fast.report().show(terminal)
+    shown = re.sub("\x1b\\[[0-9;]*m", "", terminal.getvalue())
+    for word in ("normalize_attention", "bit-equal", "program step", "packed weights", "compile=False"):
+        assert word in shown
+    assert shown != plain.getvalue()
+
+
+def test_shown_as_text_without_rich(fast, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    fast.report().show(terminal)
+    assert terminal.getvalue() == f"{fast.report()}\n"
+
+
 def test_refusals_are_reported():
     fast = dllm_compile.optimize(Mini(ffn_kind="chunked"), strict=False, compile=False)
     report = fast.report()
@@ -89,24 +200,6 @@ def test_refusals_are_reported():
     ids = torch.arange(9)[None]
     torch.testing.assert_close(fast(ids).logits, model_logits(fast.model, ids), rtol=1e-5, atol=1e-5)
     assert_plain(fast, prompts_of(4, 2, vocab=38), SHORT)
-
-
-def test_dumped_graphs(fast, tmp_path):
-    files = fast.dump_graphs(tmp_path / "new" / "folder")
-    assert [file.name[:3] for file in files] == [f"{i:02d}_" for i in range(len(files))]
-    names = [file.stem[3:] for file in files]
-    assert names[:8] == ["captured", *(one.name for one in (*NORMALIZE, *FUSE))]
-    assert {"step.flatten_rows", "step.fuse_head_confidence", "forward.flatten_rows"} <= set(names)
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        compile(text, str(file), "exec")
-        assert text.startswith(f"# {file.stem[3:]}: ")
-    captured, last = files[0].read_text(encoding="utf-8"), files[7].read_text(encoding="utf-8")
-    assert "scaled_dot_product_attention" in captured
-    assert "dllm.attention" not in captured
-    assert "dllm.attention" in last
-    assert "scaled_dot_product_attention" not in last
-    assert '"f32[64, 64][64, 1]"' in captured, "dtypes, shapes and strides are shown"
 
 
 @pytest.mark.parametrize("names", [("pack_qkv",), ("pack_gate_up",), ("pack_qkv", "pack_gate_up", "inline_references")])
