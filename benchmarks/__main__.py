@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks CASE [options] --json FILE`."""
+"""`python -m benchmarks CASE --json FILE` measures; `gates`, `compare` and `history` judge what was measured."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from .environment import environment
 
@@ -19,26 +22,49 @@ CASES = {
     "fp8-kernels": "fp8_kernels",
     "fp8-accuracy": "fp8_accuracy",
     "frontier": "frontier",
+    "ratios": "ratios",
+    "small-model": "small_model",
 }
+"""Modules with `add_arguments` and `run`, which returns one row of figures each."""
+
+COMMANDS = {"gates": "gates", "compare": "compare", "history": "history"}
+"""Modules with `add_arguments` and `main`, which returns the exit status."""
 
 
-def main() -> None:
-    """Run one case and write its figures with the environment they belong to."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one case and write its figures with the environment they belong to, or run a command."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
-    cases = parser.add_subparsers(dest="case", required=True)
-    for name, module in CASES.items():
-        case = cases.add_parser(name, help=importlib.import_module(f".{module}", __package__).__doc__)
-        case.add_argument("--json", type=Path, help="write the figures there")
-        case.add_argument("--commit", help="the commit that is measured, where the folder is no checkout")
-        importlib.import_module(f".{module}", __package__).add_arguments(case)
-    arguments = parser.parse_args()
-    rows = importlib.import_module(f".{CASES[arguments.case]}", __package__).run(arguments)
-    result = {"case": arguments.case, "environment": environment(arguments.commit), "rows": rows}
-    text = json.dumps(result, indent=1)
+    parsers = parser.add_subparsers(dest="case", required=True)
+    for name in (*CASES, *COMMANDS):
+        module = _module(name)
+        one = parsers.add_parser(name, help=(module.__doc__ or "").partition("\n")[0], description=module.__doc__)
+        if name in CASES:
+            one.add_argument("--json", type=Path, help="write the figures there")
+            one.add_argument("--commit", help="the commit that is measured, where the folder is no checkout")
+        module.add_arguments(one)
+    arguments = parser.parse_args(argv)
+    module = _module(arguments.case)
+    if arguments.case in COMMANDS:
+        return int(module.main(arguments))
+    rows = module.run(arguments)
+    settings = {k: v for k, v in vars(arguments).items() if k not in ("case", "json", "commit")}
+    result = {
+        "case": arguments.case,
+        "environment": environment(arguments.commit),
+        "settings": settings,
+        "rows": rows,
+    }
+    text = json.dumps(result, indent=1, ensure_ascii=False, default=str)
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(text + "\n", encoding="utf-8")
     print(text)
+    return 0
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f".{(CASES | COMMANDS)[name]}", __package__)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -91,7 +91,7 @@ def _attention(step: Step, tracking: Any = None) -> tuple[Variants, tuple[int, .
 
     q = random(len(step.x), WIDTH).unflatten(1, (HEADS, -1))
     work = Work(len(q), len(step.tiles), TILE_ROWS, HEADS, len(step.caches[0][0]))
-    chosen = choose_blocks(q.dtype, q.shape[2], work, _launch.processors(q.device), tracked=tracking is not None)
+    chosen = choose_blocks(q.dtype, q.shape[2], work, _launch.processors(q.device))
 
     def call(blocks: Blocks) -> Callable[[int], Call]:
         def attend(i: int) -> Tensor:

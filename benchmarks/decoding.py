@@ -3,7 +3,8 @@
 
 Weights are random, so confidences say nothing: what is committed is forced. "3 a step" is the quota rule, which commits
 three candidates whatever their confidence. "6 a step, verify" is Flash-Verify with a threshold that nothing but the
-best candidate passes, five drafts and gamma = 0, which accepts all of them. Answers never end early.
+best candidate passes, five drafts and gamma = 0, which accepts all of them. Answers never end early. With `--peer` the
+loops of other people's checkouts run in turns with ours, on the same weights and schedule.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dllm_compile.runtime.session import Session
 from dllm_compile.runtime.slots import Slots
 
 from .models import random_llada
+from .peer_calls import against_peer, check_peers, load_peers
 from .profile import by_kernel
 from .timing import interleaved, replayable
 
@@ -68,13 +70,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-calls", action="store_true", help="steps only")
     parser.add_argument("--no-steps", action="store_true", help="calls only")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a checkout of fast-dllm or llada, whose loops run beside ours on the same weights (its code is run)",
+    )
     parser.add_argument("--profile", action="store_true", help="list the kernels of each step")
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Time every precision, step and call; one row of figures each."""
+    check_peers(arguments.peer)  # before a large model is made: a wrong path is said at once
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = random_llada(arguments.shape, arguments.layers, device)
+    peers = load_peers(arguments.peer, model)
     rows: list[dict[str, Any]] = []
 
     def add(**row: Any) -> None:
@@ -92,6 +103,9 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for name, options, batch, tokens in () if arguments.no_calls else CALLS:
             if batch in arguments.batches:
                 add(name=name, precision=precision, batch=batch, **_call(fast, options, batch, tokens, arguments))
+        for peer in peers:
+            for row in against_peer(fast, peer, arguments.prompt, arguments.answer):
+                add(precision=precision, batch=1, **row)
         del fast
     return rows
 

@@ -4,6 +4,7 @@
     python benchmarks/small_model.py               measure, write results/small_model.json and the table
     python benchmarks/small_model.py --render      write the table from the committed figures
     python benchmarks/small_model.py -n 20 --out /tmp/figures.json    a short run elsewhere
+    python -m benchmarks small-model -n 20 --json /tmp/figures.json   the same rows in the form of the other cases
 
 The figures do not depend on the machine, up to rounding: every decoding configuration is a fixed algorithm in fp32 on
 a fixed list of problems. Wall time is recorded with the machine's name and is not part of the table.
@@ -41,26 +42,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(problems: int, batch_size: int, device: str, compiled: bool | None) -> dict[str, Any]:
-    """Evaluate every configuration on every family; prints each as it is done."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of what is measured."""
+    parser.add_argument("-n", "--problems", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=100)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-compile", action="store_true")
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Evaluate every configuration on every family, one row each; prints each as it is done."""
     import dllm_compile
     from dllm_compile.evaluate import evaluate
 
-    fast = dllm_compile.optimize(dllm_compile.models.load_small(device=device), compile=compiled)
+    compiled = False if arguments.no_compile else None
+    fast = dllm_compile.optimize(dllm_compile.models.load_small(device=arguments.device), compile=compiled)
     tokenizer = dllm_compile.models.load_small_tokenizer()
     rows = []
     for family in FAMILIES:
         for name, fields in CONFIGS.items():
             config = dllm_compile.DecodingConfig(**fields)
-            found = evaluate(fast, tokenizer, config, family=family, problems=problems, batch_size=batch_size)
+            found = evaluate(
+                fast,
+                tokenizer,
+                config,
+                family=family,
+                problems=arguments.problems,
+                batch_size=arguments.batch_size,
+            )
             print(f"{name} - {found}", flush=True)
             rows.append({"name": name, **found.to_dict()})
+    return rows
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The rows, and where they were measured."""
+    on_card = arguments.device.startswith("cuda")
     return {
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name() if on_card else platform.processor() or "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "dtype": "float32",
-        "rows": rows,
+        "rows": run(arguments),
     }
 
 
@@ -98,15 +121,12 @@ def render(text: str, figures: dict[str, Any]) -> str:
 def main() -> int:
     """Measure or render, as the options say."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("-n", "--problems", type=int, default=500)
-    parser.add_argument("--batch-size", type=int, default=100)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--no-compile", action="store_true")
+    add_arguments(parser)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--render", action="store_true", help="only write the README's table from --out")
     options = parser.parse_args()
     if not options.render:
-        found = measure(options.problems, options.batch_size, options.device, False if options.no_compile else None)
+        found = measure(options)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if options.out == RESULTS:

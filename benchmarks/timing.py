@@ -48,6 +48,29 @@ def interleaved(
     }
 
 
+def paired(slow: Callable[[], Any], fast: Callable[[], Any], rounds: int = 15, inner: int = 3) -> dict[str, float]:
+    """How many times as long `slow` takes as `fast`: the median of the ratios of rounds, each of which times both.
+
+    What disturbs a round disturbs both, and the median drops rounds in which it did not; which goes first alternates.
+
+    Args:
+        slow, fast: have been warmed up.
+        rounds: how often both are timed.
+        inner: calls in one timing.
+
+    Returns:
+        the ratio, the lowest and the highest of a round, and the medians of both in ms.
+    """
+    times: dict[str, list[float]] = {"slow": [], "fast": []}
+    for i in range(rounds):
+        both = (("slow", slow), ("fast", fast))
+        for name, call in both if i % 2 else both[::-1]:
+            times[name].append(_once(call, inner))
+    ratios = [a / b for a, b in zip(times["slow"], times["fast"], strict=True)]
+    medians = {f"{name}_ms": statistics.median(values) for name, values in times.items()}
+    return {"ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios), **medians}
+
+
 def _once(call: Callable[[], Any], inner: int) -> float:
     if not torch.cuda.is_available():
         start = time.perf_counter()

@@ -53,15 +53,14 @@ class Work(NamedTuple):
         return self.heads * self.samples * -(-self.rows // (self.samples * rows))
 
 
-def choose_blocks(dtype: torch.dtype, head_dim: int, work: Work, processors: int, *, tracked: bool = False) -> Blocks:
-    """Launch configuration by shape, from H200 measurements of 16-bit heads of 128.
+def choose_blocks(dtype: torch.dtype, head_dim: int, work: Work, processors: int) -> Blocks:
+    """Launch configuration by shape, from H200 measurements of 16-bit heads of 128. Tracking scores change none of it.
 
     Args:
         dtype: of q, k, v.
         head_dim: size of a head.
         work: the launch.
         processors: multiprocessors of the device.
-        tracked: whether tracking scores are computed too, which takes shared memory.
 
     Returns:
         The blocks. `rows` may be less than `tile_rows`; a tile is then shared by several programs.
@@ -70,8 +69,8 @@ def choose_blocks(dtype: torch.dtype, head_dim: int, work: Work, processors: int
     one_wave = work.programs(rows) <= processors
     blocks = _blocks_of(dtype, head_dim, rows, one_wave)
     if dtype.itemsize == 2 and head_dim in (64, 128):
-        blocks = _measured(blocks, one_wave, work.programs(rows) > 4 * processors, tracked)
-    splits = _splits(work, blocks, processors, tracked)
+        blocks = _measured(blocks, one_wave, work.programs(rows) > 4 * processors)
+    splits = _splits(work, blocks, processors)
     return blocks if splits == 1 else _shared(blocks, splits)
 
 
@@ -83,23 +82,19 @@ def _rows(work: Work, processors: int) -> int:
     return 64 if each > 32 else 32
 
 
-def _measured(blocks: Blocks, one_wave: bool, many: bool, tracked: bool) -> Blocks:
+def _measured(blocks: Blocks, one_wave: bool, many: bool) -> Blocks:
     """What differs from the rule where it was measured."""
-    if blocks.rows == 128 and tracked:
-        return blocks._replace(keys=64)  # two stages of 128 keys were slower than three of 64
-    if blocks.rows == 64 and tracked and one_wave:
-        return blocks._replace(keys=64, stages=4)  # 128 keys and the summed query's product spill
     if blocks.rows == 32 and not one_wave:
         # Half of 64 rows is idle, but 64 rows run on wgmma; with still more programs less work counts for more.
         return Blocks(32, 128, 2, 4) if many else Blocks(64, 64, 3, 4)
     return blocks
 
 
-def _splits(work: Work, blocks: Blocks, processors: int, tracked: bool) -> int:
+def _splits(work: Work, blocks: Blocks, processors: int) -> int:
     """As many programs share a tile's keys as there are idle multiprocessors, while each has two blocks of keys."""
     idle = processors // work.programs(blocks.rows)
-    if blocks.rows >= 64 and idle < 4 and not tracked:
-        return 1  # two halves and their merge take as long as the whole; scores of keys are halved too
+    if blocks.rows >= 64 and idle < 4:
+        return 1  # two halves and their merge take longer than the whole
     most = max(1, min(8, idle, work.keys // work.samples // (2 * min(blocks.keys, 64))))
     return 1 << (most.bit_length() - 1)
 

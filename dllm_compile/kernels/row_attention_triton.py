@@ -279,7 +279,7 @@ def row_attention_triton(
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     if blocks is None:
         work = Work(rows, tiles.shape[0], tile_rows, heads, k.shape[0])
-        blocks = choose_blocks(q.dtype, head_dim, work, _launch.processors(q.device), tracked=tracking is not None)
+        blocks = choose_blocks(q.dtype, head_dim, work, _launch.processors(q.device))
     if tracking is not None:
         window, spans, scores = tracking
         tracking = Tracking(window.contiguous(), spans.contiguous(), scores)
