@@ -30,6 +30,7 @@ class Evaluation:
         forwards: forwards in which a problem was active, summed over the problems.
         forwards_squared: sum of their squares, for the standard error.
         batch_forwards: forwards that were run; each is shared by the problems of a batch.
+        row_forwards: rows computed, summed over the forwards: the work.
         seconds: wall time of the decode loops; how many problems share a forward decides it.
         batch_size: problems decoded together (changes `seconds` only).
         config: the configuration.
@@ -43,6 +44,7 @@ class Evaluation:
     forwards: int
     forwards_squared: int
     batch_forwards: int
+    row_forwards: int
     seconds: float
     batch_size: int
     config: DecodingConfig
@@ -93,6 +95,7 @@ class Evaluation:
             "forwards_error": self.forwards_error,
             "tokens_per_forward": self.tokens_per_forward,
             "batch_forwards": self.batch_forwards,
+            "row_forwards": self.row_forwards,
             "seconds": self.seconds,
             "batch_size": self.batch_size,
             "rule": self.config.rule,
@@ -145,7 +148,7 @@ def evaluate(
     chosen = held_out(family, problems, seed)
     texts: list[str] = []
     forwards: list[int] = []
-    answer_tokens, batch_forwards, seconds = 0, 0, 0.0
+    answer_tokens, batch_forwards, row_forwards, seconds = 0, 0, 0, 0.0
     for batch in _batches(chosen, batch_size, progress):
         # Sample i of a call uses seed + i: without the offset every batch would draw the same noise.
         here = config.replace(seed=config.seed + len(texts))
@@ -156,6 +159,7 @@ def evaluate(
         forwards += stats.forwards_per_row
         answer_tokens += stats.answer_tokens
         batch_forwards += stats.forwards
+        row_forwards += stats.row_forwards
         seconds += stats.seconds
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         solved = tuple(pool.map(grade, chosen, texts))
@@ -167,6 +171,7 @@ def evaluate(
         forwards=sum(forwards),
         forwards_squared=sum(count * count for count in forwards),
         batch_forwards=batch_forwards,
+        row_forwards=row_forwards,
         seconds=seconds,
         batch_size=batch_size,
         config=config,

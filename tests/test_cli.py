@@ -188,3 +188,4 @@ def test_eval_prints_figures(capsys: pytest.CaptureFixture[str]):
     assert figures["problems"] == 2
     assert 0 <= figures["accuracy"] <= 1
     assert figures["tokens_per_forward"] >= 1
+    assert figures["row_forwards"] > figures["batch_forwards"] * figures["batch_size"]
