@@ -100,22 +100,28 @@ def _cuts(calls: list[Node], output: Node) -> list[int]:
     if len(anchors) < 2:
         return []
     crossing = _crossing(calls, output)
-    cuts = []
+    possible = {i for i, values in enumerate(crossing) if all(isinstance(n.meta["val"], Tensor) for n in values)}
+    best: dict[int, int] = {}  # by the anchor behind the cut
     for before, anchor in pairwise(anchors):
         block = _block(calls[before], calls[anchor])
         costs = [
             (sum(map(_size, crossing[i])), not _inside(calls[i], block), i)
             for i in range(before + 1, anchor + 1)
-            if _reads_from_memory(calls[i]) and all(isinstance(node.meta["val"], Tensor) for node in crossing[i])
+            if i in possible and _reads_from_memory(calls[i])
         ]
         if costs:
-            cuts.append(min(costs)[2])
-    if cuts and cuts[0] <= anchors[1]:
-        # The first layer begins where the second one does.
-        first = anchors[0] - (anchors[1] - cuts[0])
-        if first > 0 and all(isinstance(node.meta["val"], Tensor) for node in crossing[first]):
-            cuts.insert(0, first)
-    return cuts
+            best[anchor] = min(costs)[2]
+    if not best:
+        return []
+    # Equal layers begin alike: where most of them begin, the first one does, and one behind a layer of another kind.
+    ((usual, begin), _), *_ = Counter((anchor - cut, calls[cut].target) for anchor, cut in best.items()).most_common(1)
+    cuts = set()
+    for anchor in anchors:
+        if anchor - usual in possible and calls[anchor - usual].target is begin:
+            cuts.add(anchor - usual)
+        elif anchor in best:
+            cuts.add(best[anchor])
+    return sorted(cuts - {0})
 
 
 def _crossing(calls: list[Node], output: Node) -> list[list[Node]]:
