@@ -22,6 +22,7 @@ CASES = {
     "fp8-kernels": "fp8_kernels",
     "fp8-accuracy": "fp8_accuracy",
     "frontier": "frontier",
+    "verify-kernels": "verify_kernels",
     "ratios": "ratios",
     "small-model": "small_model",
 }
