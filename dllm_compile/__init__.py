@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors, models, presets
     from .api import OptimizedModel, optimize
+    from .bisection.findings import BisectResult
     from .bisection.run import bisect
     from .config import CompileConfig, DecodingConfig
     from .remote_code import load_remote
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BisectResult",
     "CompileConfig",
     "DecodingConfig",
     "GenerationOutput",
@@ -37,6 +39,7 @@ __all__ = [
 
 # Public name -> the module that defines it; None for a name that is a module itself.
 _HOME: dict[str, str | None] = {
+    "BisectResult": ".bisection.findings",
     "CompileConfig": ".config",
     "DecodingConfig": ".config",
     "GenerationOutput": ".runtime.output",

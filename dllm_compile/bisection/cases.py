@@ -174,8 +174,7 @@ def _lacache(ground: Ground, decoding: DecodingConfig, flatten: GraphPass, end: 
 
     def step(build: Build) -> list[Call]:
         state = allocate_state(ground.shape, layers, ground.rows, device)
-        filled = build("lacache_first")
-        run(filled, filled, inputs(ground.early, state))
+        _run(build("lacache_first"), inputs(ground.early, state))
         return [Call(inputs(ids, state), logits)]
 
     return [
@@ -187,10 +186,9 @@ def _lacache(ground: Ground, decoding: DecodingConfig, flatten: GraphPass, end: 
 def _verify(ground: Ground, build: Build) -> list[Call]:
     """The block's rows as context, that see each other and all other rows of the cache."""
     caches, (begin, end) = ground.caches(), ground.block
-    filled = build("cached_step")
     every = {**ground.inputs(ground.early), **caches}
     every["window"] = torch.where(caches["window"] < 0, -1, caches["window"] + begin)
-    run(filled, filled, every)
+    _run(build("cached_step"), every)
     rows, device = end - begin, ground.early.device
     hidden = torch.zeros(ground.rows + 1, dtype=torch.bool, device=device)
     hidden[begin:end] = True
@@ -208,12 +206,7 @@ def _verify(ground: Ground, build: Build) -> list[Call]:
     return [Call(inputs, ground.early_logits[begin:end], needs="hidden")]
 
 
-def run(gm: GraphModule, call: Callable[..., object], inputs: Inputs) -> object:
-    """Call a graph, or what was compiled of it, with those of the inputs that the graph has."""
+def _run(gm: GraphModule, inputs: Inputs) -> None:
+    """Call a graph with those of the inputs that it has, for what it writes in place."""
     with torch.no_grad():
-        return call(**{name: inputs[name] for name in names_of(gm)})
-
-
-def names_of(gm: GraphModule) -> list[str]:
-    """Names of a graph's inputs."""
-    return [str(node.target) for node in placeholders(gm)]
+        gm(**{str(node.target): inputs[str(node.target)] for node in placeholders(gm)})

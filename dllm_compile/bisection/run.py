@@ -13,12 +13,14 @@ from .._config_checks import chosen
 from ..api import OptimizedModel
 from ..config import CompileConfig, DecodingConfig
 from ..errors import PromptError
+from ..fp8_weights import refuse_released
 from ..runtime.ambient import plain_mode
 from ..runtime.facts import ModelFacts
 from ..runtime.prompt_forms import encoded
 from ..runtime.prompts import check_mask_token, check_prompts, split_prompts
 from .findings import BisectResult
-from .stack import Fault, Stack, check_disable
+from .recording import Fault
+from .stack import Stack, check_disable
 
 
 def bisect(
@@ -60,6 +62,7 @@ def bisect(
     Raises:
         PromptError: not one prompt, or one that cannot be decoded.
         ConfigError: options that contradict each other or do not exist.
+        ReleasedWeightsError: the model's weights were freed by `optimize(model, release=True)`.
     """
     if isinstance(model, OptimizedModel):
         config = model.compile_config if config is None else config
@@ -67,6 +70,7 @@ def bisect(
     config = chosen(config, CompileConfig, "bisect(model, ids, CompileConfig(compile=False))")
     decoding = chosen(decoding, DecodingConfig, "bisect(model, ids, max_new_tokens=64)").replace(**options)
     check_disable(config)
+    refuse_released(model)
     ids = _one_prompt(prompt, tokenizer)
     facts = ModelFacts.from_config(model.config)
     check_prompts([ids], facts, decoding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,11 @@ from ..runtime.facts import ModelFacts
 from ..runtime.programs import CUDA_TILE_ROWS, ModelPrograms
 from ..runtime.session import SessionPool
 from ..runtime.shape import ModelShape
-from .cases import Call, Case, Ground, cases, names_of, run
+from .cases import Ground, cases
 from .eager import EagerPrograms
-from .findings import Finding
-from .judging import Bound, logits_error, probability_error, tokens_error
+from .judging import Bound, logits_error
+from .recording import Recorder
+from .trials import Trials
 from .variants import exact_caches, ground, one_by_one, policies
 
 FP8_PROGRAM_BOUND = 5e-2
@@ -48,11 +49,7 @@ _SWITCHES = {
 }
 
 
-class Fault(Exception):
-    """A fault was found: what lies above it inherits it."""
-
-
-class Stack:
+class Stack(Recorder):
     """The layers over one model, for one prompt.
 
     Args:
@@ -74,14 +71,11 @@ class Stack:
         stop: bool,
         told: Callable[[str], None],
     ) -> None:
-        self.findings: list[Finding] = []
-        self.skipped: list[str] = []
+        parameter = next(model.parameters())
+        super().__init__(parameter.dtype, stop=stop, told=told)
         self._model = model
         self._config = config
         self._decoding = decoding
-        self._stop = stop
-        self._told = told
-        parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._facts = ModelFacts.from_config(model.config)
         self._mask_id = int(self._facts.mask_token_id or 0)
@@ -97,50 +91,16 @@ class Stack:
             if canonical is None:
                 return
             sample = self._sample(canonical)
-            tried = cases(sample, self._decoding)
-            finish = self._finish(fp8=False)
-            self._programs(canonical, tried, finish)
-            programs = self._model_programs(canonical, finish, compiled=False)
+            trials = self._trials(canonical, sample, fp8=False)
+            self._programs(trials)
+            programs = self._model_programs(trials, compiled=False)
             self._loop(programs)
         if on_card:
-            self._kernels(canonical, tried, finish, programs)
-        self._compiled(canonical, tried, finish, programs)
+            self._kernels(trials, programs)
+        self._compiled(trials, programs)
         self._fp8(canonical, sample)
         self._cuda_graphs(programs)
         self._policies(programs)
-
-    # --- bookkeeping ------------------------------------------------------------------------------------------------
-
-    def _add(self, finding: Finding) -> None:
-        self.findings.append(finding)
-        if finding.verdict == "FAULT" and self._stop:
-            raise Fault
-
-    @contextlib.contextmanager
-    def _layer(self, layer: str, switch: str) -> Iterator[None]:
-        """What is raised inside is a fault of this layer."""
-        self._told(layer)
-        try:
-            yield
-        except Fault:
-            raise
-        except Exception as error:  # whatever it is, it is this layer that raised it
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            self._add(Finding(layer, switch, reason=f"{type(error).__name__}: {' '.join(lines[:2])}"))
-
-    def _error(self, layer: str, switch: str, error: float | None, bound: float | None = None) -> None:
-        if error is None:
-            return
-        self._add(Finding(layer, switch, error=error, bound=self._bound.of(error) if bound is None else bound))
-
-    def _tokens(self, layer: str, switch: str, actual: Tensor, expected: Tensor, *, by_design: bool = False) -> None:
-        changed = int((actual != expected).sum())
-        self._add(Finding(layer, switch, changed=changed, tokens=len(expected), by_design=by_design or self._rounds))
-
-    @property
-    def _rounds(self) -> bool:
-        """In 16 bit another order of sums may change a token; that is no fault."""
-        return self._dtype not in (torch.float32, torch.float64)
 
     def _decode(self, programs: Any, decoding: DecodingConfig, sessions: SessionPool | None = None) -> Tensor:
         """The answer (G,)."""
@@ -152,7 +112,7 @@ class Stack:
 
     def _lay_ground(self) -> None:
         """What the user's model says: tokens of the plain loop, logits of two canvases."""
-        self._told("eager model")
+        self.told("eager model")
         self._answer = self._decode(self._eager, ground(self._decoding))
         decoding, start = self._decoding, len(self._prompt)
         masks = torch.full((decoding.max_new_tokens,), self._mask_id)
@@ -168,20 +128,20 @@ class Stack:
 
     def _graphs(self) -> GraphModule | None:
         """Capture, and each pass over the canonical graph; None where there are no row programs."""
-        with self._layer("capture", "the model itself"):
+        with self.layer("capture", "the model itself"):
             refuse_unsupported(self._model)
             self._captured = capture(self._model, self._facts.max_sequence_length, self._facts.vocab_size)
             plain = share(self._captured.gm)
             name = str(placeholders(plain)[0].target)
-            self._bound = Bound(self._dtype, lambda: rounding_noise(plain, {name: self._canvases}))
-            self._error("capture", "the model itself", self._of_canvases(plain))
+            self.bound = Bound(self._dtype, lambda: rounding_noise(plain, {name: self._canvases}))
+            self.error("capture", "the model itself", self._of_canvases(plain))
         gm = self._captured.gm
         for graph_pass in (*NORMALIZE, *(one for one in FUSE if one.name not in self._config.disable)):
             switch = _disable(graph_pass)
-            with self._layer(graph_pass.name, switch):
+            with self.layer(graph_pass.name, switch):
                 run_passes(gm, (graph_pass,), layers=self._captured.layers, strict=self._config.strict)
                 with packed(gm):
-                    self._error(graph_pass.name, switch, self._of_canvases(gm))
+                    self.error(graph_pass.name, switch, self._of_canvases(gm))
         if is_rectangular(gm):
             self.skipped.append("programs: an attention was left as it was, so samples go through the graph one by one")
             return None
@@ -203,72 +163,34 @@ class Stack:
             shape=ModelShape.of(canonical),
         )
 
-    def _finish(self, *, fp8: bool) -> tuple[GraphPass, ...]:
-        return finishing_passes(self._device, self._dtype, fp8=fp8, disable=self._config.disable)
+    def _trials(self, canonical: GraphModule, sample: Ground, *, fp8: bool) -> Trials:
+        return Trials(
+            canonical,
+            cases(sample, self._decoding),
+            finishing_passes(self._device, self._dtype, fp8=fp8, disable=self._config.disable),
+            layers=self._captured.layers,
+            mask_token_id=self._mask_id,
+        )
 
-    def _build(self, canonical: GraphModule, tried: Sequence[Case], finish: tuple[GraphPass, ...]) -> Any:
-        def build(name: str) -> GraphModule:
-            gm = share(canonical)
-            case = next(case for case in tried if case.name == name)
-            run_passes(gm, (*case.passes, *finish), layers=self._captured.layers)
-            return gm
-
-        return build
-
-    def _programs(
-        self,
-        canonical: GraphModule,
-        tried: Sequence[Case],
-        finish: tuple[GraphPass, ...],
-        bound: float | None = None,
-        names: Sequence[str] | None = None,
-    ) -> None:
+    def _programs(self, trials: Trials, bound: float | None = None, names: Sequence[str] | None = None) -> None:
         """Each program, pass by pass; only some passes are reported where `names` are given."""
         inline = (INLINE_REFERENCES,) if self._inlines else ()
-        for case in tried:
-            gm = share(canonical)
-            for graph_pass in (*case.passes, *finish, *inline):
+        for case in trials.cases:
+            for graph_pass, apply in trials.stages(case, inline):
                 layer, switch = f"{graph_pass.name} in {case.name}", _disable(graph_pass)
-                with self._layer(layer, switch):
-                    run_passes(gm, (graph_pass,), layers=self._captured.layers)
+                with self.layer(layer, switch):
+                    gm = apply()
                     if names is None or graph_pass.name in names:
-                        self._error(layer, switch, self._of_case(gm, case, canonical, tried, finish), bound)
+                        self.error(layer, switch, trials.error(case, gm), bound)
 
-    def _of_case(
-        self,
-        gm: GraphModule,
-        case: Case,
-        canonical: GraphModule,
-        tried: Sequence[Case],
-        finish: tuple[GraphPass, ...],
-        call: Callable[..., object] | None = None,
-    ) -> float | None:
-        """The largest error of a program's calls, by its graph or what was compiled of it; None: none can be made."""
-        made = case.calls(self._build(canonical, tried, finish))
-        known = names_of(gm)
-        return max((self._judge(gm, call or gm, one) for one in made if one.needs in known), default=None)
-
-    def _judge(self, gm: GraphModule, program: Callable[..., object], call: Call) -> float:
-        """The error of one call, whatever it returns."""
-        out = run(gm, program, call.inputs)
-        if isinstance(out, Tensor):
-            selected = len(out) != len(call.expected)
-            return logits_error(call.expected[call.inputs["wanted"]] if selected else call.expected, out)
-        expected = call.expected[call.inputs["wanted"]]
-        assert isinstance(out, tuple)
-        error = tokens_error(expected, out[0], out[1], self._mask_id)
-        return max([error, *(probability_error(expected, call.inputs["given"], one) for one in out[2:])])
-
-    def _model_programs(
-        self, canonical: GraphModule, finish: tuple[GraphPass, ...], *, compiled: bool
-    ) -> ModelPrograms:
+    def _model_programs(self, trials: Trials, *, compiled: bool) -> ModelPrograms:
         return ModelPrograms(
-            canonical,
+            trials.canonical,
             layers=self._captured.layers,
             mask_token_id=self._mask_id,
             device=self._device,
             compiled=compiled,
-            finish=finish,
+            finish=trials.finish,
             inline=self._inlines,
         )
 
@@ -281,26 +203,21 @@ class Stack:
         variants = {"decode loop": ground(self._decoding), **exact_caches(self._decoding)}
         for layer, decoding in variants.items():
             switch = "the model's own loop" if layer == "decode loop" else 'cache="none"'
-            with self._layer(layer, switch):
-                self._tokens(layer, switch, self._decode(programs, decoding), self._answer)
+            with self.layer(layer, switch):
+                self.tokens(layer, switch, self._decode(programs, decoding), self._answer)
 
-    def _kernels(
-        self, canonical: GraphModule, tried: Sequence[Case], finish: tuple[GraphPass, ...], programs: ModelPrograms
-    ) -> None:
+    def _kernels(self, trials: Trials, programs: ModelPrograms) -> None:
         """The same graphs, whose operators launch Triton kernels now."""
         switch = "DLLM_COMPILE_TRITON=0"
-        build = self._build(canonical, tried, finish)
-        for case in tried:
+        for case in trials.cases:
             layer = f"Triton kernels in {case.name}"
-            with self._layer(layer, switch):
-                self._error(layer, switch, self._of_case(build(case.name), case, canonical, tried, finish))
+            with self.layer(layer, switch):
+                self.error(layer, switch, trials.error(case, trials.build(case.name)))
         layer = "decode loop with Triton kernels"
-        with self._layer(layer, switch):
-            self._tokens(layer, switch, self._decode(programs, ground(self._decoding)), self._answer)
+        with self.layer(layer, switch):
+            self.tokens(layer, switch, self._decode(programs, ground(self._decoding)), self._answer)
 
-    def _compiled(
-        self, canonical: GraphModule, tried: Sequence[Case], finish: tuple[GraphPass, ...], plain: ModelPrograms
-    ) -> None:
+    def _compiled(self, trials: Trials, plain: ModelPrograms) -> None:
         """Programs as torch.compile makes them, then the loop over them."""
         switch = "compile=False"
         if self._config.compile is False:
@@ -308,24 +225,23 @@ class Stack:
         if not can_compile(self._device):
             self.skipped.append("torch.compile: no compiler was found")
             return
-        programs = self._model_programs(canonical, finish, compiled=True)
-        with self._layer("torch.compile", switch):
+        programs = self._model_programs(trials, compiled=True)
+        with self.layer("torch.compile", switch):
             programs.forward_program()
             answer = self._decode(programs, self._decoding)
             for program in programs.built:
-                case = next((one for one in tried if program.name.startswith(one.name)), None)
+                case = next((one for one in trials.cases if program.name.startswith(one.name)), None)
                 if case is None or "sampled" in program.name or "guided" in program.name:
                     continue
                 layer = f"torch.compile of {program.name}"
-                error = self._of_case(program.gm, case, canonical, tried, finish, call=program)
-                self._error(layer, switch, error)
-            self._tokens("decode loop, compiled", switch, answer, self._decode(plain, self._decoding))
+                self.error(layer, switch, trials.error(case, program.gm, program))
+            self.tokens("decode loop, compiled", switch, answer, self._decode(plain, self._decoding))
 
     def _fp8(self, canonical: GraphModule, sample: Ground) -> None:
         """Quantized products, programs that fuse the quantization, and what it does to tokens."""
         switch = 'precision="checkpoint"'
         config = self._config
-        with self._layer("quantize_ffn_fp8", switch):
+        with self.layer("quantize_ffn_fp8", switch):
             wanted, reason = decide(config, self._device, self._dtype, self._captured.layers)
             if reason is not None:
                 self.skipped.append(reason)
@@ -339,13 +255,12 @@ class Stack:
             with torch.no_grad():
                 logits = gm(self._canvases)
             bound = 10 ** (-FP8_LOGITS_BOUND / 20)
-            self._error("quantize_ffn_fp8", switch, relative_error(self._logits, logits), bound)
+            self.error("quantize_ffn_fp8", switch, relative_error(self._logits, logits), bound)
             quantized = dataclasses.replace(sample, early_logits=logits[0], late_logits=logits[1])
-            finish = self._finish(fp8=True)
-            names = [graph_pass.name for graph_pass in finish]
-            self._programs(gm, cases(quantized, self._decoding), finish, FP8_PROGRAM_BOUND, names)
-            answer = self._decode(self._model_programs(gm, finish, compiled=False), ground(self._decoding))
-            self._tokens(f"precision {config.precision}", switch, answer, self._answer, by_design=True)
+            trials = self._trials(gm, quantized, fp8=True)
+            self._programs(trials, FP8_PROGRAM_BOUND, [graph_pass.name for graph_pass in trials.finish])
+            answer = self._decode(self._model_programs(trials, compiled=False), ground(self._decoding))
+            self.tokens(f"precision {config.precision}", switch, answer, self._answer, by_design=True)
 
     def _cuda_graphs(self, programs: ModelPrograms) -> None:
         """Steps that are captured and replayed, against the same steps as they are."""
@@ -354,23 +269,23 @@ class Stack:
         if not self._decoding.is_capturable:
             self.skipped.append(f"CUDA graphs: steps of cache={self._decoding.cache!r} are not captured")
             return
-        with self._layer("CUDA graphs", "cuda_graphs=False"):
+        with self.layer("CUDA graphs", "cuda_graphs=False"):
             pool = SessionPool()
             expected = self._decode(programs, self._decoding)
             # The first call sees sizes for the first time, the second captures, the third replays.
             answers = [self._decode(programs, self._decoding, pool) for _ in range(3)]
-            self._tokens("CUDA graphs", "cuda_graphs=False", answers[-1], expected)
+            self.tokens("CUDA graphs", "cuda_graphs=False", answers[-1], expected)
 
     def _policies(self, programs: ModelPrograms) -> None:
         """What is another algorithm: how many tokens it changes here."""
         for layer, (decoding, switch) in policies(self._decoding).items():
-            with self._layer(layer, switch):
-                self._tokens(layer, switch, self._decode(programs, decoding), self._answer, by_design=True)
+            with self.layer(layer, switch):
+                self.tokens(layer, switch, self._decode(programs, decoding), self._answer, by_design=True)
         if self._decoding.rule != "quota":
             layer, switch = f"commit {ground(self._decoding).rule}", "one token a step: no commit rule"
-            with self._layer(layer, switch):
+            with self.layer(layer, switch):
                 answer = self._decode(programs, one_by_one(self._decoding))
-                self._tokens(layer, switch, self._answer, answer, by_design=True)
+                self.tokens(layer, switch, self._answer, answer, by_design=True)
 
 
 def _disable(graph_pass: GraphPass) -> str:

@@ -212,7 +212,7 @@ def test_page_is_whole_and_loads_nothing(fast, folder):
 def test_block_before_and_after(fast, folder):
     """The drawings hold the block's calls: what was many pointwise calls is few operators afterwards."""
     text = (folder / "index.html").read_text(encoding="utf-8")
-    pictures = re.findall(r"<svg.*?</svg>", text, flags=re.S)
+    pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
     before, after = (re.findall(r'<text [^>]*text-anchor="middle">([^<]+)<', picture) for picture in pictures[:2])
     assert before.count("linear") == 7
     assert before.count("scaled_dot_product_attention") == 1
