@@ -86,6 +86,7 @@ def test_contradiction_is_one_line_before_anything_is_loaded(capsys: pytest.Capt
         (["generate", "x", "--temperature", "inf"], "temperature must be a finite number"),
         (["report", "--dump", __file__], "--dump needs a folder"),
         (["report", "--dump", f"{__file__}/graphs"], "--dump needs a folder"),
+        (["report", "--html", __file__], "--html needs a folder"),
     ],
     ids=" ".join,
 )
@@ -179,6 +180,17 @@ def test_report_and_dump(capsys: pytest.CaptureFixture[str], tmp_path: Path, che
     assert cli.main([*words, "--dump", str(tmp_path / "graphs")]) == 0
     assert "normalize_attention" in capsys.readouterr().out
     assert len(list((tmp_path / "graphs").iterdir())) > 2
+
+
+def test_report_as_a_page_and_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path):
+    words = ["report", "--model", str(checkpoint), "--no-compile", "--device", "cpu", "--json"]
+    assert cli.main([*words, "--html", str(tmp_path), "--caches", "none", "flash"]) == 0
+    shown = capsys.readouterr()
+    names = [program["name"] for program in json.loads(shown.out)["programs"]]
+    assert names == ["step", "cached_step_scored_0-1"]
+    assert f"open {tmp_path / 'index.html'}" in shown.err
+    assert "cached_step_scored_0-1" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "program_step.py").is_file()
 
 
 def test_eval_prints_figures(capsys: pytest.CaptureFixture[str]):

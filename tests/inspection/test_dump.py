@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -207,6 +209,30 @@ def test_page_is_whole_and_loads_nothing(fast, folder):
     assert {path.name for path in folder.glob("*.py")} == set(map(unquote, links))
     for name in ("normalize_attention", "pack_qkv", "insert_kv_cache", "insert_verify", "facache_step"):
         assert name in text
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def open_in_browser(page: Path, folder: Path) -> tuple[str, Path]:
+    """What the browser's console says, and a picture of the page; no name can be looked up."""
+    picture = folder / "page.png"
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--window-size=1600,2600"]
+    done = subprocess.run(
+        [*command, f"--screenshot={picture}", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    return "\n".join(line for line in done.stderr.splitlines() if ":CONSOLE" in line), picture
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_page_in_a_browser(folder, tmp_path):
+    console, picture = open_in_browser(folder / "index.html", tmp_path)
+    assert console == ""
+    assert picture.stat().st_size > 50_000, "something is drawn"
+    broken = tmp_path / "broken.html"
+    broken.write_text("<script>console.error('seen')</script><img src='https://example.invalid/x.png'>")
+    assert "seen" in open_in_browser(broken, tmp_path)[0], "the check sees what a page says"
 
 
 def test_block_before_and_after(fast, folder):
