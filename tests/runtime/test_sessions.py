@@ -234,3 +234,15 @@ def test_rows_left_over_have_positions_of_the_model(cache):
         decode(fast.programs, fast.facts, prompts, config, sessions=SessionPool()),
         decode(fast.programs, fast.facts, prompts, config),
     )
+
+
+def test_places_without_a_sample_have_no_span(model):
+    """A kernel looks a sample up by where its keys begin, and such a place would begin where the first one does."""
+    config = DecodingConfig(max_new_tokens=14, threshold=0.5, cache="flash", window_length=5)
+    programs = CachedPrograms(model)
+    prompts = prompts_of(3, 11, seed=4)
+    decode(programs, FACTS, prompts, config, sessions=SessionPool())
+    for call in programs.cache_calls:
+        begins, ends = call.spans.T.tolist()
+        taken = [begin for begin, end in zip(begins, ends, strict=True) if begin < end]
+        assert len(set(taken)) == len(taken) > 0

@@ -165,7 +165,7 @@ class FlashCache(RowSubset):
             cache_rows,
             scored=self._layers,
             window=self._window_rows(picked, layout, state),
-            spans=F.pad(torch.stack((layout.base, layout.base + layout.lengths), 1), (0, 0, 0, 1)).to(torch.int32),
+            spans=F.pad(torch.stack((layout.base, layout.base + state.kept), 1), (0, 0, 0, 1)).to(torch.int32),
             scores=scores,
         )
         return self._programs.cached_step(inputs, scored)
