@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -28,6 +29,7 @@ from tests.real import prompts_of
 PLAIN = CompileConfig(compile=False)
 SHORT = DecodingConfig(max_new_tokens=8, block_length=4)
 FP8 = CompileConfig(compile=False, precision="fp8")
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 
 
 def find(decoding: DecodingConfig, config: CompileConfig = PLAIN, **changes) -> dllm_compile.BisectResult:
@@ -80,6 +82,7 @@ def test_what_changes_tokens_by_design_is_said_and_is_no_fault():
     assert json.loads(json.dumps(result.to_dict()))["first"] == "cache dual, as configured"
 
 
+@needs_torchao
 def test_fp8_is_within_its_bound():
     result = find(SHORT.replace(cache="dual"), FP8, **wide_model())
     assert result.fault is None, result
@@ -172,6 +175,7 @@ def test_stale_facache_of_an_operator(monkeypatch):
     assert_found(find(SHORT.replace(cache="lacache")), "insert_lacache_step in lacache_step")
 
 
+@needs_torchao
 def test_wrong_scale_layout_of_weights(monkeypatch):
     """Scales of the 128 x 128 blocks are stored by column of blocks."""
     right = quantize_ffn_fp8.quantize_weight
@@ -192,6 +196,7 @@ def test_wrong_scale_layout_of_weights(monkeypatch):
     assert "dB of its output in FP8" in result.first.reason
 
 
+@needs_torchao
 def test_wrong_scale_layout_of_activations(monkeypatch):
     """The fused norm writes the scales of a row's two groups in the wrong order."""
     right = add_rms_norm_quant.add_rms_norm_quant_reference

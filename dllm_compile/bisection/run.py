@@ -61,7 +61,8 @@ def bisect(
 
     Raises:
         PromptError: not one prompt, or one that cannot be decoded.
-        ConfigError: options that contradict each other or do not exist.
+        ConfigError: options that contradict each other or do not exist, or FP8 that cannot be had here.
+        MissingPackageError: FP8 was asked for and torchao is not installed.
         ReleasedWeightsError: the model's weights were freed by `optimize(model, release=True)`.
     """
     if isinstance(model, OptimizedModel):

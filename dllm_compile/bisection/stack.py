@@ -90,6 +90,8 @@ class Stack(Recorder):
             canonical = self._graphs()
             if canonical is None:
                 return
+            # Raises where FP8 was asked for and cannot be had: that is no fault of a layer.
+            fp8, reason = decide(self._config, self._device, self._dtype, self._captured.layers)
             sample = self._sample(canonical)
             trials = self._trials(canonical, sample, fp8=False)
             self._programs(trials)
@@ -98,7 +100,10 @@ class Stack(Recorder):
         if on_card:
             self._kernels(trials, programs)
         self._compiled(trials, programs)
-        self._fp8(canonical, sample)
+        if fp8:
+            self._fp8(canonical, sample)
+        elif reason is not None:
+            self.skipped.append(reason)
         self._cuda_graphs(programs)
         self._policies(programs)
 
@@ -242,11 +247,6 @@ class Stack(Recorder):
         switch = 'precision="checkpoint"'
         config = self._config
         with self.layer("quantize_ffn_fp8", switch):
-            wanted, reason = decide(config, self._device, self._dtype, self._captured.layers)
-            if reason is not None:
-                self.skipped.append(reason)
-            if not wanted:
-                return
             gm = share(canonical)
             group = GROUPS[config.fp8_granularity]
             step = quantize_ffn_fp8_pass(group, config.fp8_skip_layers, config.fp8_linears, required=True)
