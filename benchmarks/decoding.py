@@ -46,6 +46,8 @@ STEPS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("uncached step", {"eos": "none"}, 1),
     ("flash step", QUOTA, 8),
     ("flash step + verify", VERIFY, 8),
+    ("lacache step", {"cache": "lacache", "eos": "none"}, 8),
+    ("uncached step", {"eos": "none"}, 8),
     ("flash step", QUOTA, 32),
     ("flash step + verify", VERIFY, 32),
 )
@@ -67,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer", type=int, default=512)
     parser.add_argument("--precisions", nargs="+", default=["fp8", "checkpoint"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--long", type=int, default=4096, help="canvas of the long LaCache steps; 0 leaves them out")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-calls", action="store_true", help="steps only")
     parser.add_argument("--no-steps", action="store_true", help="calls only")
@@ -99,7 +102,11 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         add(name="optimize", precision=precision, seconds=round(time.perf_counter() - start, 1))
         for name, options, batch in () if arguments.no_steps else STEPS:
             if batch in arguments.batches:
-                add(name=name, precision=precision, batch=batch, **_step(fast, options, batch, arguments))
+                canvas = arguments.prompt + arguments.answer
+                add(name=name, precision=precision, batch=batch, **_step(fast, options, batch, canvas, arguments))
+                if arguments.long and name in ("lacache step", "uncached step"):
+                    figures = _step(fast, options, batch, arguments.long, arguments)
+                    add(name=name, precision=precision, batch=batch, **figures)
         for name, options, batch, tokens in () if arguments.no_calls else CALLS:
             if batch in arguments.batches:
                 add(name=name, precision=precision, batch=batch, **_call(fast, options, batch, tokens, arguments))
@@ -126,12 +133,14 @@ def _eager(model: torch.nn.Module, arguments: argparse.Namespace) -> dict[str, A
 
 
 @torch.no_grad()
-def _step(fast: OptimizedModel, options: dict[str, Any], batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def _step(
+    fast: OptimizedModel, options: dict[str, Any], batch: int, canvas: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """A step in the middle of an answer: bookkeeping, forward(s) and commit."""
     config = DecodingConfig(max_new_tokens=arguments.answer, **options)
     mask_id = fast.facts.mask_token_id
     assert mask_id is not None
-    prompts = _prompts(batch, arguments.prompt)
+    prompts = _prompts(batch, canvas - arguments.answer)
     samples = [Sample.plan(i, torch.tensor(prompt), config, mask_id) for i, prompt in enumerate(prompts)]
     slots = Slots.of(samples, None)
     capacity = Capacity.of(samples, batch, slots.rows, config) if config.is_capturable else None
@@ -151,8 +160,9 @@ def _step(fast: OptimizedModel, options: dict[str, Any], batch: int, arguments: 
     graphed = session.captured is not None
     if session.captured is None and fast.device.type == "cuda":
         step, graphed = replayable(step), True
-    times = interleaved({"step": step}, rounds=arguments.rounds)["step"]
-    found: dict[str, Any] = {**_rounded(times), "graph": graphed, "first_seconds": round(seconds, 1)}
+    rounds = arguments.rounds if batch * canvas <= 16384 else 3
+    times = interleaved({"step": step}, rounds=rounds)["step"]
+    found: dict[str, Any] = {"canvas": canvas, **_rounded(times), "graph": graphed, "first_seconds": round(seconds, 1)}
     if arguments.profile and fast.device.type == "cuda":
         found["kernels"] = by_kernel(step)
     return found

@@ -70,7 +70,8 @@ def test_replays_give_the_tokens_of_the_steps(fast, case):
         one, other = run(fast, prompts, of_call, pool), run(fast, prompts, of_call)
         assert torch.equal(one.sequences, other.sequences), i
         assert one.stats.forwards_per_row == other.stats.forwards_per_row
-        assert one.stats.row_forwards == other.stats.row_forwards
+        # Without a cache a step that comes before the host has seen the end computes all rows once more.
+        assert one.stats.row_forwards == other.stats.row_forwards or config.cache == "none"
     if case != "lacache":
         assert graphs(pool) > 0
 
