@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `dllm-compile generate | report | eval | demo`, on the bundled model unless `--model` is given."""
+"""The command line: generate, report, eval, bench and demo, on the bundled model unless `--model` is given."""
 
 from __future__ import annotations
 
@@ -67,6 +67,15 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_decoding_options(evaluate)
 
+    bench = _command(commands, "bench", _bench, "speed against the plain loop and torch.compile alone, on this device")
+    bench.add_argument("--prompt-lengths", type=int, nargs="+", metavar="INT", help="one table for each [problems]")
+    bench.add_argument("--prompts", metavar="FILE", type=Path, help="a file with one prompt a line")
+    bench.add_argument("--batch", type=int, help="prompts decoded together [1; all of --prompts]")
+    bench.add_argument("--rounds", type=int, default=3, help="each runs everything once; medians are shown [3]")
+    bench.add_argument("--no-baselines", action="store_true", help="do not run the plain loops")
+    bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_decoding_options(bench)
+
     demo = commands.add_parser("demo", help="the whole path on the bundled model", description="The main job, shown.")
     demo.set_defaults(run=_demo)
     demo.add_argument("--problems", type=int, default=4, help="held-out word problems to decode [4]")
@@ -105,8 +114,11 @@ def _load(arguments: argparse.Namespace) -> tuple[_checkpoints.Checkpoint, Optim
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
     )
-    config = CompileConfig(compile=False if arguments.no_compile else None, precision=arguments.precision)
-    return checkpoint, optimize(checkpoint.model, config)
+    return checkpoint, optimize(checkpoint.model, _compile_config(arguments))
+
+
+def _compile_config(arguments: argparse.Namespace) -> CompileConfig:
+    return CompileConfig(compile=False if arguments.no_compile else None, precision=arguments.precision)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -174,6 +186,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     )
     print(json.dumps(result.to_dict(), indent=2) if arguments.json else result)
     return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from .bench.command import run
+
+    return run(arguments, decoding_config(arguments), _compile_config(arguments), print)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

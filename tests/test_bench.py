@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dllm-compile bench`: the plain loop is the definition, rates are their definitions, the floor is what is moved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dllm_compile
+from dllm_compile import CompileConfig, DecodingConfig, OptimizedModel, cli
+from dllm_compile.bench import Bench, bench
+from dllm_compile.bench.floor import call_work, floor_seconds
+from dllm_compile.bench.plain import decode_plainly, plain_config
+from dllm_compile.bench.prompts import held_out_prompts, made_prompts
+from dllm_compile.bench.run import OURS
+from dllm_compile.cards import Card
+from dllm_compile.errors import ConfigError
+from tests.conftest import tiny_model
+from tests.real import RULES, plain, prompts_of
+
+SHORT = DecodingConfig(max_new_tokens=10, block_length=4)
+UNCOMPILED = CompileConfig(compile=False)
+
+
+@pytest.fixture(scope="module")
+def fast() -> OptimizedModel:
+    return dllm_compile.optimize(tiny_model(seed=3), UNCOMPILED)
+
+
+def looped(fast: OptimizedModel, prompts: list[torch.Tensor], config: DecodingConfig) -> Any:
+    model = fast.model
+    given = [prompt.tolist() for prompt in prompts]
+    return decode_plainly(lambda ids: model(ids).logits, given, config, fast.facts, torch.device("cpu"))
+
+
+# --- the plain loop -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eos", ["block", "first", "none"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_plain_loop_is_the_definition(fast: OptimizedModel, rule: str, eos: str):
+    """Tokens, forwards and decoded positions; a stop id that occurs, prompts of different lengths."""
+    prompts = prompts_of(5, 2, 5, seed=4)
+    first = plain(fast, prompts, SHORT.replace(eos="none"))[0].canvas
+    config = SHORT.replace(eos=eos, eos_token_id=first[6], **RULES[rule])  # a token of the first block
+    output, expected = looped(fast, prompts, config), plain(fast, prompts, config)
+    rows = [row[5 - len(p) :].tolist() for row, p in zip(output.sequences, prompts, strict=True)]
+    assert rows == [one.canvas for one in expected]
+    assert output.stats.canvas_tokens == sum(one.decoded for one in expected)
+    ours = fast.generate(prompts, config)
+    assert [answer.tolist() for answer in output.answers] == [answer.tolist() for answer in ours.answers]
+    assert output.stats.canvas_tokens == ours.stats.canvas_tokens
+    assert output.stats.forwards_per_row == tuple(one.forwards for one in expected)
+
+
+def test_a_batch_counts_what_it_computes(fast: OptimizedModel):
+    """Two lengths: 10 forwards of two rows of 15 tokens, and 10 of one of 12."""
+    output = looped(fast, prompts_of(5, 2, 5), SHORT.replace(eos="none"))
+    assert output.stats.forwards == 20
+    assert output.stats.row_forwards == 10 * 2 * 15 + 10 * 12
+    assert output.stats.canvas_tokens == 30
+    assert output.stats.forwards_per_row == (10, 10, 10)
+
+
+def test_with_a_sliding_window_the_candidates_are_the_leftmost_masks(fast: OptimizedModel):
+    """Flash-Cache that computes every row (negative `track`) is the same algorithm without staleness."""
+    prompts = prompts_of(6, 6, seed=1)
+    config = DecodingConfig(max_new_tokens=12, cache="flash", window_length=3, lookahead=2, track=-1, threshold=0.4)
+    config = config.replace(eos="none")
+    output, expected = looped(fast, prompts, config), fast.generate(prompts, config)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.stats.forwards_per_row == expected.stats.forwards_per_row
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.5}, {"cfg_scale": 1.0}, {"infill": True}, {"remasking": "random"}]
+)
+def test_what_the_plain_loop_lacks_is_refused(options: dict[str, Any]):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        plain_config(SHORT.replace(**options))
+
+
+def test_a_verify_pass_becomes_its_threshold():
+    config = DecodingConfig(cache="flash", commit="flash_verify", threshold=0.7, gamma=0.9, verify_candidates=3)
+    assert plain_config(config).rule == "threshold"
+    assert plain_config(config).threshold == 0.7
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found() -> Bench:
+    prompts = [prompt.tolist() for prompt in prompts_of(5, 5)]
+    return bench(tiny_model(seed=3), prompts, SHORT.replace(threshold=0.1, eos="none"), UNCOMPILED, rounds=3)
+
+
+def test_rates_are_their_definitions(found: Bench):
+    assert [one.name for one in found.contenders] == [OURS, "plain loop, one token a step", "plain loop, same rule"]
+    for one in found.contenders:
+        stats, figures = one.stats, one.figures()
+        assert stats.seconds == sorted(one.seconds)[1]
+        assert figures["answer_tokens_per_second"] == pytest.approx(stats.answer_tokens / stats.seconds)
+        assert figures["answer_tokens_per_second_per_row"] == pytest.approx(stats.answer_tokens / stats.seconds / 2)
+        assert figures["canvas_tokens_per_second"] == pytest.approx(20 / stats.seconds)
+        assert figures["canvas_tokens_per_second_per_row"] == pytest.approx(10 / stats.seconds)
+        assert figures["canvas_tokens_per_forward"] == pytest.approx(20 / sum(stats.forwards_per_row))
+        assert figures["ms_per_forward"] == pytest.approx(1e3 * stats.seconds / stats.forwards)
+        assert one.peak_bytes is None
+    ours, one_a_step, same = (one.stats for one in found.contenders)
+    assert one_a_step.forwards == 10
+    assert ours.answer_tokens_per_row == same.answer_tokens_per_row
+    assert ours.forwards_per_row == same.forwards_per_row
+    assert ours.forwards < 10
+
+
+def test_ratios_are_medians_over_rounds(found: Bench):
+    ours = found.contenders[0]
+    for one in found.contenders[1:]:
+        rounds = sorted(a / b for a, b in zip(one.seconds, ours.seconds, strict=True))
+        assert found.ratios[one.name]["call"] == pytest.approx(rounds[1])
+        share = one.stats.forwards / ours.stats.forwards
+        assert found.ratios[one.name]["forward"] == pytest.approx(rounds[1] / share)
+
+
+def test_json_and_text_hold_the_figures(found: Bench):
+    data = json.loads(json.dumps(found.to_dict()))
+    ours = data["contenders"][0]
+    assert ours["figures"]["ms_per_forward"] == pytest.approx(found.contenders[0].stats.ms_per_forward)
+    assert data["prompt_lengths"] == [5, 5]
+    text = str(found)
+    assert f"{OURS} against plain loop, same rule: {found.ratios['plain loop, same rule']['call']:.2f} times" in text
+    assert "no floor" in text
+    assert "torch.compile alone was not measured" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dllm_compile._compat.has_cxx_compiler(), reason="needs a C++ compiler")
+def test_torch_compile_alone():
+    prompts = [prompt.tolist() for prompt in prompts_of(4)]
+    config = DecodingConfig(max_new_tokens=2, block_length=2, eos="none")
+    found = bench(tiny_model(n_layers=1), prompts, config, CompileConfig(compile=True), rounds=1)
+    compiled = found.contenders[-1]
+    assert compiled.name == "plain loop, same rule, torch.compile"
+    assert compiled.stats.answer_tokens == found.contenders[0].stats.answer_tokens
+    assert compiled.first_seconds > compiled.stats.seconds
+
+
+# --- the floor ------------------------------------------------------------------------------------------------------
+
+
+def test_the_floor_counts_every_forward(fast: OptimizedModel):
+    """Products and attention of an uncached step of the tiny model, by hand."""
+    prompts = [prompt.tolist() for prompt in prompts_of(5, 2)]
+    work = call_work(fast, prompts, SHORT.replace(eos="none"))
+    assert work is not None
+    assert len(work) == 10
+    c = fast.model.config
+    rows, head_dim = 15 + 12, c.d_model // c.n_heads
+    layer = c.d_model * (c.n_heads + 2 * c.n_kv_heads) * head_dim + c.d_model**2 + 3 * c.d_model * c.mlp_hidden_size
+    products = 2 * rows * layer * c.n_layers
+    scores = 4 * (15**2 + 12**2) * c.d_model * c.n_layers
+    head = 2 * 2 * 4 * c.d_model * c.vocab_size  # two blocks of four, the last of them padded
+    assert {one.flops for one in work} == {products + scores + head}
+    assert {one.fp8_flops for one in work} == {0}
+
+
+def test_the_floor_is_the_slower_of_moving_and_computing(fast: OptimizedModel):
+    work = call_work(fast, [[5, 6, 7]], SHORT.replace(cache="dual", eos="none"))
+    assert work is not None
+    moving, computing = Card("moves", 1e3, 1e30, None), Card("computes", 1e30, 1e3, None)
+    assert floor_seconds(work, moving) == pytest.approx(sum(one.bytes for one in work) / 1e3)
+    assert floor_seconds(work, computing) == pytest.approx(sum(one.flops for one in work) / 1e3)
+    both = floor_seconds(work, Card("both", 1e3, 1e3, None))
+    assert both == pytest.approx(sum(max(one.bytes, one.flops) for one in work) / 1e3)
+    # Steps over a cache move less than those that begin a block.
+    assert min(one.bytes for one in work) < max(one.bytes for one in work)
+
+
+# --- prompts and the command ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Any:
+    from dllm_compile import _checkpoints
+
+    return _checkpoints.load(device="cpu")
+
+
+def test_prompts_have_the_wanted_lengths_and_differ(checkpoint: Any):
+    for length in (1, 40, 300):
+        prompts = made_prompts(checkpoint, length, 3)
+        assert [len(prompt) for prompt in prompts] == [length] * 3
+        assert checkpoint.model.config.mask_token_id not in prompts[0]
+    assert len({tuple(prompt) for prompt in prompts}) == 3
+    problems = held_out_prompts(checkpoint, 4)
+    assert len({len(prompt) for prompt in problems}) == 1
+    assert len({tuple(prompt) for prompt in problems}) == 4
+    with pytest.raises(ConfigError, match="--prompt-lengths"):
+        held_out_prompts(checkpoint, 500)
+
+
+BENCH = ["bench", "--no-compile", "--device", "cpu", "--rounds", "1", "--max-new-tokens", "8", "--block-length", "8"]
+
+
+def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]):
+    assert cli.main([*BENCH, "--steps", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "answer tok/s" in shown
+    assert "times as fast a call" in shown
+    assert "plain loop, same rule" in shown
+
+
+def test_the_command_prints_json_for_each_length(capsys: pytest.CaptureFixture[str]):
+    assert cli.main([*BENCH, "--prompt-lengths", "3", "9", "--batch", "2", "--no-baselines", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["prompt_lengths"] for one in found] == [[3, 3], [9, 9]]
+    assert [len(one["contenders"]) for one in found] == [1, 1]
+    assert "made up" in found[0]["notes"][0]
+
+
+def test_the_command_takes_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "prompts.txt"
+    file.write_text("Tom has 3 pens.\n\nAna has 12 eggs and buys 5 more.\n")
+    assert cli.main([*BENCH, "--prompts", str(file), "--json", "--steps", "2"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["batch"] == 2
+    assert any("no padding" in note for note in found["notes"])
+    for words, said in (
+        (["--prompts", str(tmp_path / "no.txt")], "cannot be read"),
+        (["--prompts", str(file), "--batch", "3"], "fewer than --batch 3"),
+        (["--prompts", str(file), "--prompt-lengths", "4"], "give one of them"),
+        (["--temperature", "0.5"], "temperature"),
+        (["--prompt-lengths", "4", "--rounds", "0"], "rounds"),
+    ):
+        assert cli.main([*BENCH, *words]) == 1
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_card_has_a_peak_and_perhaps_a_floor():
+    model = tiny_model(n_layers=2, dtype=torch.bfloat16).cuda()
+    prompts = [prompt.tolist() for prompt in prompts_of(20, 20)]
+    found = bench(model, prompts, SHORT.replace(cache="dual", eos="none"), rounds=2)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert all(one.peak_bytes is not None and one.peak_bytes >= weights for one in found.contenders)
+    assert len(found.contenders) == 3
+    if found.floor_share is not None:
+        assert 0 < found.floor_share < 1
