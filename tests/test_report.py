@@ -257,6 +257,20 @@ def test_what_counts_as_a_compiler(monkeypatch, tmp_path):
     assert not _compat.can_compile(torch.device("cuda"))
 
 
+def test_switch_for_references(monkeypatch):
+    """It turns kernels off and leaves the compiler, which needs Triton as well, alone."""
+    monkeypatch.setattr(_compat, "is_triton_installed", lambda: True)
+    monkeypatch.delenv(_compat.TRITON_VARIABLE, raising=False)
+    assert _compat.has_triton()
+    with _compat.references_only():
+        assert not _compat.has_triton()
+        assert _compat.can_compile(torch.device("cuda"))
+    assert _compat.has_triton()
+    monkeypatch.setenv(_compat.TRITON_VARIABLE, "0")
+    assert not _compat.has_triton()
+    assert _compat.can_compile(torch.device("cuda"))
+
+
 def test_progress(capsys):
     dllm_compile.optimize(Mini(layers=1), compile=False, progress=True)
     assert "certifying" in capsys.readouterr().err
