@@ -22,6 +22,9 @@ TRITON_VARIABLE = "DLLM_COMPILE_TRITON"
 
 _references_only = False
 
+# Settings of the compiler are global: what one thread changes and puts back must not mix with another's.
+_COMPILER_SETTINGS = threading.RLock()
+
 
 @functools.cache
 def is_triton_installed() -> bool:
@@ -73,7 +76,16 @@ def distinct_sizes() -> Iterator[None]:
     """While a graph is compiled, two dimensions that happen to be equal stay two symbols."""
     from torch.fx.experimental import _config
 
-    with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+    with _COMPILER_SETTINGS, _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        yield
+
+
+@contextlib.contextmanager
+def constant_numbers() -> Iterator[None]:
+    """While a function is compiled, plain numbers among its arguments are constants, whatever becomes of sizes."""
+    import torch._dynamo.config as dynamo
+
+    with _COMPILER_SETTINGS, dynamo.patch(specialize_int=True, specialize_float=True):  # type: ignore[attr-defined]
         yield
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import DecodingConfig
+from .stages import HOST
 
 if TYPE_CHECKING:
     from .capacity import Capacity
@@ -70,7 +71,6 @@ class Layout:
     Attributes:
         samples: the samples, in the order of their rows.
         offsets: first row of each sample.
-        rows: R, left over ones included.
         spare: whether the last place has rows that are left over, and never a sample.
         exists: (S,) bool, whether there is a sample; S counts the places without one.
         guided: whether there is an unconditional half.
@@ -88,9 +88,8 @@ class Layout:
         tiles: (n, 4) int32, as the forward takes them.
     """
 
-    samples: tuple[Sample, ...]
-    offsets: tuple[int, ...]
-    rows: int
+    samples: tuple[Sample, ...] = field(metadata=HOST)
+    offsets: tuple[int, ...] = field(metadata=HOST)
     guided: bool
     spare: bool
     exists: Tensor
@@ -152,7 +151,6 @@ class Layout:
         return cls(
             samples=tuple(samples),
             offsets=offsets,
-            rows=rows,
             guided=guided,
             spare=capacity is not None,
             exists=(torch.arange(places) < len(samples)).to(device),
@@ -177,6 +175,11 @@ class Layout:
         return span[:, 0], span[:, 1]
 
     @property
+    def rows(self) -> int:
+        """R, left over ones included."""
+        return self.positions.shape[0]
+
+    @property
     def places(self) -> int:
         """S: samples, and places without one."""
         return self.start.shape[0]
@@ -185,6 +188,11 @@ class Layout:
     def seats(self) -> int:
         """Places that a sample may take: with a capacity all but the last one, which has the rows left over."""
         return self.places - self.spare
+
+    @property
+    def kind(self) -> Hashable:
+        """What tells layouts apart in compiled stages besides their tensors: whether there is one seat alone."""
+        return self.seats == 1
 
     @property
     def forward_rows(self) -> int:

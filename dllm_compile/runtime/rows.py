@@ -76,7 +76,7 @@ def tiles_of(picked: PickedRows, key_begin: Tensor, key_end: Tensor, tile_rows: 
     of_part = (count + step - 1).div(step, rounding_mode="floor")
     last = of_part.cumsum(0)
     tile = torch.arange(size // step + samples + 1, device=begin.device)
-    part = torch.searchsorted(last, tile, right=True)
+    part = (tile[:, None] >= last).sum(-1)
     exists = (part <= samples)[:, None]
     part = part.clamp(max=samples)
     first = begin[part] + (tile - (last - of_part)[part]) * step

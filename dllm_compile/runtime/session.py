@@ -24,8 +24,9 @@ from .captured import CapturedSteps
 from .facts import ModelFacts
 from .layout import Layout, Sample
 from .row_programs import RowPrograms
+from .stages import RunStage, run_plainly
 from .state import CanvasState
-from .step import StepConstants, decode_step, write_look
+from .step import StepConstants, decode_step
 from .suffix import choose_rows, suffix_rule
 
 _T = TypeVar("_T", Layout, CanvasState)
@@ -44,6 +45,7 @@ class Session:
         cache_rows: cache rows of all samples that are decoded at the same time.
         capacity: sizes of the buffers; None: those that the samples at hand need, and no step is captured.
         new_shapes: see `CapturedSteps`.
+        run: runs the stages of a step.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Session:
         cache_rows: int,
         capacity: Capacity | None = None,
         new_shapes: NewShapes = "capture",
+        run: RunStage = run_plainly,
     ) -> None:
         assert facts.mask_token_id is not None, "prompts are checked first"
         self.constants = StepConstants.of(config, facts, programs.device)
@@ -63,6 +66,7 @@ class Session:
         self.layout: Layout
         self.state: CanvasState
         self._programs = programs
+        self._run = run
         self._mask_id = facts.mask_token_id
         self._capacity = capacity
         self._suffix = suffix_rule(config)
@@ -168,8 +172,15 @@ class Session:
         self.step(refreshing=refreshing)
 
     def _step(self, refreshing: bool) -> None:
-        decode_step(self.cache, self.constants, self.layout, self.state, refreshing=refreshing)
-        write_look(self._table, self.state, self.layout, self._mask_id)
+        decode_step(
+            self.cache,
+            self.constants,
+            self.layout,
+            self.state,
+            refreshing=refreshing,
+            look=self._table,
+            run=self._run,
+        )
 
     def look(self) -> tuple[list[bool], Look]:
         """What the host reads between steps, all at once: the done flags, and what policies must know."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from ...config import DecodingConfig
 from ..row_programs import RowPrograms
-from .base import CachePolicy, Look
-from .dkv import DelayedCache
-from .dual import DualCache, VicinityCache
+from .base import CachePolicy, CacheRule, Look, Request
+from .dkv import DelayedCache, DelayedRule
+from .dual import BlockCache, BlockRule
 from .flash import FlashCache
 from .lacache import LaCache
-from .prefix import PrefixCache
+from .prefix import PrefixCache, PrefixRule
 from .uncached import Uncached, UncachedPruned
 from .verify_rows import Drafts
 
-__all__ = ["CachePolicy", "Drafts", "Look", "cache_policy"]
+__all__ = ["CachePolicy", "CacheRule", "Drafts", "Look", "Request", "cache_policy"]
 
 
 def cache_policy(config: DecodingConfig, programs: RowPrograms, cache_rows: int, mask_token_id: int) -> CachePolicy:
@@ -33,21 +33,15 @@ def cache_policy(config: DecodingConfig, programs: RowPrograms, cache_rows: int,
     if config.cache == "lacache":
         return LaCache(programs, config, cache_rows)
     if config.cache == "prefix":
-        return PrefixCache(programs, cache_rows, prunes=prunes, interval=interval)
+        return PrefixCache(programs, cache_rows, PrefixRule(prunes=prunes, interval=interval))
     if config.cache == "dual":
-        return DualCache(programs, cache_rows, prunes=prunes, interval=interval)
+        return BlockCache(programs, cache_rows, BlockRule(prunes=prunes, interval=interval))
     if config.cache == "vicinity":
-        return VicinityCache(
-            programs,
-            cache_rows,
-            prunes=prunes,
-            interval=interval,
-            before=config.prefix_look,
-            behind=config.after_look,
-            warmup=config.warmup_steps,
-        )
+        near = {"before": config.prefix_look, "behind": config.after_look, "warmup": config.warmup_steps}
+        return BlockCache(programs, cache_rows, BlockRule(prunes=prunes, interval=interval, **near))
     if config.cache == "dkv":
-        return DelayedCache(programs, cache_rows, prunes=prunes, steps=config.cache_steps, mask_token_id=mask_token_id)
+        rule = DelayedRule(prunes=prunes, steps=config.cache_steps, mask_token_id=mask_token_id)
+        return DelayedCache(programs, cache_rows, rule)
     if config.cache == "flash":
         return FlashCache(programs, cache_rows, config=config, mask_token_id=mask_token_id)
     return UncachedPruned(programs) if prunes else Uncached(programs)

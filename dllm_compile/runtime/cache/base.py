@@ -6,12 +6,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..layout import Layout, Sample
 from ..row_programs import StepInputs
+from ..stages import RunStage, run_plainly
 from ..state import CanvasState
 from .verify_rows import Drafts
 
@@ -55,15 +57,86 @@ class Look:
         return Look(**{name: values + getattr(other, name) for name, values in vars(self).items()})
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a step asks of its forward, whichever rows a policy computes for it.
+
+    Attributes:
+        rows: (W,) int64, canvas rows whose token is wanted. A row may be named more than once.
+        refreshing: 0-dim bool: samples that are due take part with all their rows; otherwise they take no part.
+        mask_token_id: id of a masked position.
+        banned, seeds, temperature, guidance: as in `StepInputs`.
+    """
+
+    rows: Tensor
+    refreshing: Tensor
+    mask_token_id: int
+    banned: Tensor
+    seeds: Tensor | None
+    temperature: Tensor | None
+    guidance: Tensor | None
+
+    def inputs(
+        self, ids: Tensor, positions: Tensor, tiles: Tensor, wanted: Tensor, unconditional: Tensor | None
+    ) -> StepInputs:
+        """The forward over given rows; see `StepInputs`."""
+        return StepInputs(
+            ids=ids,
+            positions=positions,
+            tiles=tiles,
+            wanted=wanted,
+            banned=self.banned,
+            seeds=self.seeds,
+            temperature=self.temperature,
+            unconditional=unconditional,
+            guidance=self.guidance,
+        )
+
+    def over_all(self, layout: Layout, state: CanvasState) -> StepInputs:
+        """The forward over every row of the canvas."""
+        ids = state.tokens[: layout.rows]
+        if not layout.guided:
+            return self.inputs(ids, layout.forward_positions, layout.tiles, self.rows, None)
+        ids = torch.cat([ids, torch.where(layout.given, self.mask_token_id, ids)])
+        return self.inputs(ids, layout.forward_positions, layout.tiles, self.rows, self.rows + layout.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheRule:
+    """What a policy decides on the device: tensor operations and plain numbers alone, so that it can be compiled."""
+
+    tracks_commits: ClassVar[bool] = False
+    """Whether `CanvasState.fresh` is kept up to date."""
+
+    @property
+    def most_columns(self) -> int | None:
+        """Most columns that `columns` chooses; None where it chooses none."""
+        return None
+
+    def columns(self, masked: Tensor) -> Tensor | None:
+        """Candidates among the columns (S, w) of the current block: (S, m) int64 ascending; None for all of them."""
+        return None
+
+    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
+        """(S,) bool: samples whose next step must compute all their rows.
+
+        Args:
+            moves: (S,) bool, samples that have entered a block.
+            ended: (S,) bool, samples whose end became known, so that masks behind it were filled.
+            state: after the step; `step_in_block` and `age` count it.
+        """
+        return torch.zeros_like(moves)
+
+
 class CachePolicy(ABC):
     """How a step's forward is computed.
 
-    `begin` and `look` run on the host between steps; `columns`, `step` and `due` are tensor operations with shapes
-    that the last look decided.
+    `begin` and `look` run on the host between steps; `step` and `verify` are tensor operations with shapes that the
+    last look decided. They and the `rule` may be captured.
     """
 
-    tracks_commits = False
-    """Whether `CanvasState.fresh` is kept up to date."""
+    rule: CacheRule = CacheRule()
+    """What is decided on the device."""
 
     bucket: Callable[[int], int] = staticmethod(int)
     """From a number of rows to one at least as large for which there may be a captured step."""
@@ -93,49 +166,45 @@ class CachePolicy(ABC):
     def stepped(self, layout: Layout) -> None:  # noqa: B027
         """Do on the host what follows a step, which may have been a replay."""
 
-    def columns(self, masked: Tensor) -> Tensor | None:
-        """Candidates among the columns (S, w) of the current block: (S, m) int64 ascending; None for all of them."""
-        return None
-
     @abstractmethod
     def step(
-        self, inputs: StepInputs, layout: Layout, state: CanvasState, *, refreshing: bool = True
+        self,
+        request: Request,
+        layout: Layout,
+        state: CanvasState,
+        *,
+        refreshing: bool = True,
+        run: RunStage = run_plainly,
     ) -> tuple[Tensor, Tensor]:
         """One forward.
 
         Args:
-            inputs: the forward over every row of the canvas; a policy computes the part that it needs.
+            request: what is asked for.
             layout: where the rows lie.
             state: the canvas, read only.
-            refreshing: samples that are due take part with all their rows; otherwise they take no part.
+            refreshing: as in the request, for sizes.
+            run: runs the stages.
 
         Returns:
             (token (W,) int64, confidence (W,) fp32) of the wanted rows; anything for samples that take no part.
         """
 
-    def verify(self, drafts: Drafts, layout: Layout, state: CanvasState) -> tuple[Tensor, Tensor, Tensor]:
+    def verify(
+        self, drafts: Drafts, layout: Layout, state: CanvasState, *, run: RunStage = run_plainly
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """A second forward of the step that checks drafts and changes neither cache nor canvas.
 
         Args:
             drafts: what is checked.
             layout: where the rows lie.
             state: the canvas with the first forward's commits; its counters and `fresh` are those before the step.
+            run: runs the stages.
 
         Returns:
-            (S, c) each, for a candidate under its mask: the most probable token int64, its probability fp32 and the
-            draft's. Anything where a candidate is not real.
+            (seats * c,) each, for a candidate under its mask: the most probable token int64, its probability fp32 and
+            the draft's. Anything where a candidate is not real.
         """
         raise NotImplementedError(f"{type(self).__name__} has no verify pass: the configuration refuses it")
-
-    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
-        """(S,) bool: samples whose next step must compute all their rows.
-
-        Args:
-            moves: (S,) bool, samples that have entered a block.
-            ended: (S,) bool, samples whose end became known, so that masks behind it were filled.
-            state: after the step; `step_in_block` and `age` count it.
-        """
-        return torch.zeros_like(moves)
 
     @property
     @abstractmethod

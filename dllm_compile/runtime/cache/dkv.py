@@ -6,37 +6,38 @@ In the step of its commit a token's row still stood for a mask, so it is compute
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..layout import Layout, Sample
 from ..state import CanvasState
-from .row_subset import RowSubset
+from .row_subset import RowRule, RowSubset
 
 
-class DelayedCache(RowSubset):
+@dataclass(frozen=True, kw_only=True)
+class DelayedRule(RowRule):
     """Steps 0, 1 and every multiple of `steps` of a block compute all rows, the others all masks and the fresh tokens.
 
     Fresh are the tokens of the step before. Step 1 computes everything too since the tokens of the block before, whose
     cache was dropped, were last seen in step 0.
     """
 
-    tracks_commits = True
+    tracks_commits: ClassVar[bool] = True
 
-    def __init__(self, *args: Any, steps: int, mask_token_id: int, **options: Any) -> None:
-        super().__init__(*args, interval=1 if steps == 1 else None, **options)
-        self._steps = steps
-        self._mask_token_id = mask_token_id
+    steps: int
+    mask_token_id: int
 
-    def rows(self, layout: Layout, state: CanvasState) -> Tensor:
-        """See `RowSubset.rows`."""
-        return (state.tokens == self._mask_token_id)[: layout.rows] | state.fresh[: layout.rows]
+    @property
+    def always(self) -> bool:
+        """Every step computes every row."""
+        return self.steps == 1
 
-    def most(self, sample: Sample, block: int, masks: int, fresh: int) -> int:
-        """See `RowSubset.most`. Masks turn into fresh tokens, fresh tokens into cached ones, never back."""
-        return masks + fresh
+    def rows(self, layout: Layout, state: CanvasState, scores: Tensor | None) -> Tensor:
+        """See `RowRule.rows`."""
+        return (state.tokens == self.mask_token_id)[: layout.rows] | state.fresh[: layout.rows]
 
     def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
         """Before steps 0, 1 and the multiples of a block."""
@@ -44,4 +45,12 @@ class DelayedCache(RowSubset):
         if self.always:
             return due
         step = state.step_in_block
-        return due | (step == 1) | (torch.remainder(step, self._steps) == 0)
+        return due | (step == 1) | (torch.remainder(step, self.steps) == 0)
+
+
+class DelayedCache(RowSubset):
+    """The policy."""
+
+    def most(self, sample: Sample, block: int, masks: int, fresh: int) -> int:
+        """See `RowSubset.most`. Masks turn into fresh tokens, fresh tokens into cached ones, never back."""
+        return masks + fresh

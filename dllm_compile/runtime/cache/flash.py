@@ -21,16 +21,21 @@ id. Masks behind a known end stay masks until the sample is done, as there: they
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import DecodingConfig
 from ..layout import Layout, Sample
 from ..row_programs import CacheInputs, RowPrograms, StepInputs, VerifyInputs
 from ..rows import PickedRows, rank_in_sample
+from ..stages import RunStage, run_plainly
 from ..state import CanvasState
-from .row_subset import RowSubset
+from .base import Request
+from .row_plan import RowPlan
+from .row_subset import CacheRows, RowRule, RowSubset, planned_rows
 from .verify_rows import Drafts, verify_rows
 
 
@@ -43,17 +48,70 @@ def scored_layers(config: DecodingConfig, layers: int) -> tuple[int, ...]:
     return tuple(range(first, layers))
 
 
+@dataclass(frozen=True, kw_only=True)
+class FlashRule(RowRule):
+    """Window, look-ahead and tracked rows.
+
+    Attributes:
+        window: most masks of a sample that are candidates.
+        near: most masks of a sample that are computed.
+        track: decoded rows of a sample that are computed, where no more of them are fresh.
+        mask_token_id: id of a masked position.
+    """
+
+    tracks_commits: ClassVar[bool] = True
+
+    window: int
+    near: int
+    track: int
+    mask_token_id: int
+
+    @property
+    def most_columns(self) -> int:
+        """See `CacheRule.most_columns`."""
+        return self.window
+
+    def columns(self, masked: Tensor) -> Tensor | None:
+        """The leftmost masks, as many as the window takes, then whatever else there is from left to right."""
+        upto, column = masked.cumsum(-1), torch.arange(masked.shape[-1], device=masked.device)
+        place = torch.where(masked, upto - 1, upto[:, -1:] + column - upto)
+        return torch.empty_like(place).scatter_(1, place, column.expand_as(place))[:, : self.window]
+
+    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
+        """Never again: there is no periodic refresh."""
+        return torch.zeros_like(moves)
+
+    def rows(self, layout: Layout, state: CanvasState, scores: Tensor | None) -> Tensor:
+        """See `RowRule.rows`."""
+        assert scores is not None
+        masked, of_row, fresh = self.masked(layout, state), layout.sample_of_row, state.fresh[: layout.rows]
+        near = masked & (rank_in_sample(masked, layout.start, of_row) < self.near)
+        # The last rows in ascending order of score, fresh tokens last of all: bands, so that no score can lie beyond a
+        # fresh token or below a mask.
+        from_end = rank_from_end(layout, torch.where(masked, 0, torch.where(fresh, 2, 1)), scores)
+        pinned = torch.zeros_like(layout.start).scatter_add_(0, of_row, fresh.long())
+        tracked = ~masked & (from_end <= pinned.clamp(min=self.track)[of_row])
+        return near | tracked
+
+    def masked(self, layout: Layout, state: CanvasState) -> Tensor:
+        """(R,) bool."""
+        return (state.tokens == self.mask_token_id)[: layout.rows]
+
+
 class FlashCache(RowSubset):
     """The policy. A negative budget computes every row in every step, which is a sliding window without a cache."""
 
-    tracks_commits = True
+    rule: FlashRule
 
     def __init__(self, programs: RowPrograms, cache_rows: int, *, config: DecodingConfig, mask_token_id: int) -> None:
-        super().__init__(programs, cache_rows, interval=1 if config.track < 0 else None)
-        self._window = config.window_length
-        self._near = config.window_length + config.lookahead
-        self._track = config.track
-        self._mask_token_id = mask_token_id
+        rule = FlashRule(
+            interval=1 if config.track < 0 else None,
+            window=config.window_length,
+            near=config.window_length + config.lookahead,
+            track=config.track,
+            mask_token_id=mask_token_id,
+        )
+        super().__init__(programs, cache_rows, rule)
         self._layers = scored_layers(config, programs.shape.layers)
         self._scores: Tensor | None = None
         self._verifies = config.rule == "flash_verify"
@@ -61,23 +119,30 @@ class FlashCache(RowSubset):
         self._verify_context = config.verify_context
         self._own: tuple[Tensor, Tensor] | None = None
 
-    def columns(self, masked: Tensor) -> Tensor | None:
-        """The leftmost masks, as many as the window takes."""
-        return torch.sort(~masked, dim=-1, stable=True).indices[:, : self._window]
-
-    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
-        """Never again: there is no periodic refresh."""
-        return torch.zeros_like(moves)
-
-    def rows(self, layout: Layout, state: CanvasState) -> Tensor:
-        """See `RowSubset.rows`."""
-        masked = self._masked(layout, state)
-        near = masked & (rank_in_sample(masked, layout.start, layout.sample_of_row) < self._near)
-        return near | self._tracked(layout, state, masked)
-
     def most(self, sample: Sample, block: int, masks: int, fresh: int) -> int:
         """See `RowSubset.most`."""
-        return min(self._near, masks) + max(self._track, self._window)
+        return min(self.rule.near, masks) + max(self.rule.track, self.rule.window)
+
+    def step(
+        self,
+        request: Request,
+        layout: Layout,
+        state: CanvasState,
+        *,
+        refreshing: bool = True,
+        run: RunStage = run_plainly,
+    ) -> tuple[Tensor, Tensor]:
+        """See `CachePolicy.step`."""
+        if self.rule.always and not self._verifies:
+            return super().step(request, layout, state, refreshing=refreshing, run=run)
+        guided = layout.guided
+        cache = self._cache(self.shapes(refreshing=refreshing), guided, self._scores_of(guided))
+        width = max(min(self.rule.window, layout.rows), 2)
+        plan, cache_rows, window, spans = run(plan_scored_rows, self.rule, request, layout, state, cache, width)
+        scored = CacheInputs(
+            self.caches(guided), cache_rows, scored=self._layers, window=window, spans=spans, scores=cache.scores
+        )
+        return self._programs.cached_step(plan.inputs(request), scored)
 
     def _scores_of(self, guided: bool) -> Tensor:
         """(K,) fp32, the scores of the last step by cache row; only those of the conditional half are ever written."""
@@ -85,64 +150,26 @@ class FlashCache(RowSubset):
             self._scores = torch.zeros(self._spare(guided) + 1, dtype=torch.float32, device=self._programs.device)
         return self._scores
 
-    def _masked(self, layout: Layout, state: CanvasState) -> Tensor:
-        return (state.tokens == self._mask_token_id)[: layout.rows]
-
-    def _tracked(self, layout: Layout, state: CanvasState, masked: Tensor) -> Tensor:
-        """(R,) bool: the last rows in ascending order of score, fresh tokens last of all."""
-        of_row, fresh = layout.sample_of_row, state.fresh[: layout.rows]
-        # Bands, so that no score can lie beyond a fresh token or below a mask.
-        from_end = self._from_end(layout, torch.where(masked, 0, torch.where(fresh, 2, 1)))
-        pinned = torch.zeros_like(layout.start).scatter_add_(0, of_row, fresh.long())
-        budget = pinned.clamp(min=self._track)[of_row]
-        return ~masked & (from_end <= budget)
-
-    def _from_end(self, layout: Layout, band: Tensor) -> Tensor:
-        """(R,) int64: rank of each row in its sample by band (R,) and then by score, 1 for the highest."""
-        of_row = layout.sample_of_row
-        score = self._scores_of(layout.guided)[layout.base[of_row] + layout.positions]
-        by_score = torch.sort(score, stable=True).indices
-        by_band = by_score[torch.sort(band[by_score], stable=True).indices]
-        order = by_band[torch.sort(of_row[by_band], stable=True).indices]
-        # Samples are sorted and have as many rows as before: the end of a sample's part is the end of its rows.
-        from_end = torch.empty_like(order)
-        from_end[order] = (layout.start + layout.lengths)[of_row] - torch.arange(layout.rows, device=order.device)
-        return from_end
-
-    def verify(self, drafts: Drafts, layout: Layout, state: CanvasState) -> tuple[Tensor, Tensor, Tensor]:
+    def verify(
+        self, drafts: Drafts, layout: Layout, state: CanvasState, *, run: RunStage = run_plainly
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `CachePolicy.verify`."""
-        masked, fresh = self._masked(layout, state), state.fresh[: layout.rows]
-        band = torch.where(masked, 0, torch.where(drafts.committed, 3, torch.where(fresh, 2, 1)))
-        plan = verify_rows(
-            drafts,
-            self._from_end(layout, band),
-            state.tokens[: layout.rows],
-            layout,
-            size=self._verify_size,
-            context=self._verify_context,
-            mask_token_id=self._mask_token_id,
-        )
-        self._computed.add_(plan.real.sum())
-        spare = self._spare(layout.guided)
-        positions = layout.positions[plan.rows]
-        cache_rows = torch.where(plan.real, layout.base[layout.sample_of_row[plan.rows]] + positions, spare)
-        hidden = torch.zeros(spare + 1, dtype=torch.bool, device=positions.device).index_fill_(0, cache_rows, True)
+        size = self._verify_size
+        cache = self._cache(layout.seats * size, layout.guided, self._scores_of(layout.guided))
+        plan: VerifyPlan = run(plan_verify, self.rule, drafts, layout, state, cache, size, self._verify_context)
         inputs = StepInputs(
-            ids=plan.ids, positions=positions, tiles=plan.tiles, wanted=plan.masks.flatten(), banned=drafts.banned
+            ids=plan.ids, positions=plan.positions, tiles=plan.tiles, wanted=plan.wanted, banned=drafts.banned
         )
         verify = VerifyInputs(
             caches=self.caches(layout.guided),
             views=plan.views,
-            hidden=hidden,
+            hidden=plan.hidden,
             given=drafts.tokens[: layout.seats].flatten(),
-            own_rows=torch.arange(len(plan.rows), device=positions.device),
-            own=self._own_buffers(len(plan.rows)),
-            tile_rows=self._verify_size,
+            own_rows=plan.own_rows,
+            own=self._own_buffers(layout.seats * size),
+            tile_rows=size,
         )
-        found = self._programs.verify_step(inputs, verify)
-        left_over = (0, 0, 0, layout.places - layout.seats)
-        token, confidence, probability = (F.pad(value.view(plan.masks.shape), left_over) for value in found)
-        return token, confidence, probability
+        return self._programs.verify_step(inputs, verify)
 
     def _own_buffers(self, rows: int) -> tuple[Tensor, Tensor]:
         """Where a verify pass puts its own keys and values; allocated when first asked for."""
@@ -153,34 +180,118 @@ class FlashCache(RowSubset):
         keys, values = self._own
         return keys[:rows], values[:rows]
 
-    def _forward(
-        self, inputs: StepInputs, cache_rows: Tensor, picked: PickedRows, layout: Layout, state: CanvasState
-    ) -> tuple[Tensor, Tensor]:
-        caches = self.caches(layout.guided)
-        if self.always and not self._verifies:
-            return self._programs.cached_step(inputs, CacheInputs(caches, cache_rows))
-        scores = self._scores_of(layout.guided).zero_()
-        scored = CacheInputs(
-            caches,
-            cache_rows,
-            scored=self._layers,
-            window=self._window_rows(picked, layout, state),
-            spans=F.pad(torch.stack((layout.base, layout.base + state.kept), 1), (0, 0, 0, 1)).to(torch.int32),
-            scores=scores,
-        )
-        return self._programs.cached_step(inputs, scored)
 
-    def _window_rows(self, picked: PickedRows, layout: Layout, state: CanvasState) -> Tensor:
-        """(S + 1, max(m, 2)) int64: rows of the forward in each sample's window, -1 where there are fewer.
+def plan_scored_rows(
+    rule: FlashRule, request: Request, layout: Layout, state: CanvasState, cache: CacheRows, width: int
+) -> tuple[RowPlan, Tensor, Tensor, Tensor]:
+    """Stage: the forward of a step that scores, and scores that are zero again.
 
-        What lies in no window goes to the sample behind the last one, which is empty. It also keeps both sizes at two
-        or more, as compiled programs want them.
-        """
-        masked, of_row = self._masked(layout, state), layout.sample_of_row
-        rank = rank_in_sample(masked, layout.start, of_row)
-        inside = masked & (rank < self._window) & (picked.counts > 0)[of_row]
-        samples, width = layout.places, max(min(self._window, layout.rows), 2)
-        spare = samples * width
-        window = torch.full((spare + width,), -1, dtype=torch.int64, device=rank.device)
-        window.scatter_(0, torch.where(inside, of_row * width + rank, spare), torch.where(inside, picked.place, -1))
-        return window.view(samples + 1, width)
+    Args:
+        rule, request, layout, state: as in `CachePolicy.step`.
+        cache: where the rows go.
+        width: columns of the window, two or more, and enough for the rule's.
+
+    Returns:
+        What `plan_rows` returns; `window` (S + 1, width) and `spans` (S + 1, 2) of `CacheInputs`.
+    """
+    assert cache.scores is not None
+    plan, cache_rows, picked = planned_rows(rule, request, layout, state, cache)
+    cache.scores.zero_()  # the plan has read them
+    # A place without a sample has no span: kernels look samples up by where their keys begin.
+    spans = torch.stack((layout.base, layout.base + state.kept), 1)
+    spans = torch.cat((spans, spans.new_zeros((1, 2)))).to(torch.int32)
+    return plan, cache_rows, _window_rows(rule, picked, layout, state, width), spans
+
+
+def _window_rows(rule: FlashRule, picked: PickedRows, layout: Layout, state: CanvasState, width: int) -> Tensor:
+    """(S + 1, width) int64: rows of the forward in each sample's window, -1 where there are fewer.
+
+    What lies in no window goes to the sample behind the last one, which is empty. It also keeps both sizes at two
+    or more, as compiled programs want them.
+    """
+    masked, of_row = rule.masked(layout, state), layout.sample_of_row
+    rank = rank_in_sample(masked, layout.start, of_row)
+    inside = masked & (rank < rule.window) & (picked.counts > 0)[of_row]
+    samples = layout.places
+    spare = samples * width
+    window = torch.full((spare + width,), -1, dtype=torch.int64, device=rank.device)
+    window.scatter_(0, torch.where(inside, of_row * width + rank, spare), torch.where(inside, picked.place, -1))
+    return window.view(samples + 1, width)
+
+
+@dataclass(frozen=True)
+class VerifyPlan:
+    """Inputs of a verify pass: see `StepInputs` and `VerifyInputs`."""
+
+    ids: Tensor
+    positions: Tensor
+    tiles: Tensor
+    wanted: Tensor
+    views: Tensor
+    hidden: Tensor
+    own_rows: Tensor
+
+
+def plan_verify(
+    rule: FlashRule,
+    drafts: Drafts,
+    layout: Layout,
+    state: CanvasState,
+    cache: CacheRows,
+    size: int,
+    context: int | None,
+) -> VerifyPlan:
+    """Stage: the verify pass.
+
+    Args:
+        rule: of the policy.
+        drafts, layout, state: as in `CachePolicy.verify`.
+        cache: what the step's forward has left.
+        size, context: as in `verify_rows`.
+    """
+    assert cache.scores is not None
+    masked, fresh = rule.masked(layout, state), state.fresh[: layout.rows]
+    band = torch.where(masked, 0, torch.where(drafts.committed, 3, torch.where(fresh, 2, 1)))
+    plan = verify_rows(
+        drafts,
+        rank_from_end(layout, band, cache.scores),
+        state.tokens[: layout.rows],
+        layout,
+        size=size,
+        context=context,
+        mask_token_id=rule.mask_token_id,
+    )
+    cache.computed.add_(plan.real.sum())
+    positions = layout.positions[plan.rows]
+    cache_rows = torch.where(plan.real, layout.base[layout.sample_of_row[plan.rows]] + positions, cache.spare)
+    hidden = torch.zeros(cache.cache.shape[0], dtype=torch.bool, device=positions.device)
+    return VerifyPlan(
+        ids=plan.ids,
+        positions=positions,
+        tiles=plan.tiles,
+        wanted=plan.masks.flatten(),
+        views=plan.views,
+        hidden=hidden.scatter_(0, cache_rows, True),
+        own_rows=torch.arange(cache.length.shape[0], device=positions.device),
+    )
+
+
+def rank_from_end(layout: Layout, band: Tensor, scores: Tensor) -> Tensor:
+    """(R,) int64: rank of each row in its sample by band and then by score, 1 for the highest.
+
+    Of equal scores the later row ranks higher, and NaN ranks higher than any number.
+
+    Args:
+        layout: where the rows lie.
+        band: (R,) int64, 0 to 3.
+        scores: (K,) fp32 by cache row.
+    """
+    of_row = layout.sample_of_row
+    score = scores[layout.base[of_row] + layout.positions]
+    # One sort by sample, band and score: 32 bits that are ordered as integers like the numbers they stand for.
+    bits = torch.where(score == 0, 0, score.view(torch.int32))  # -0.0 is no less than 0.0
+    ordered = torch.where(score.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & (2**31 - 1)))
+    order = torch.sort((of_row * 4 + band) * 2**32 + ordered, stable=True).indices
+    # Samples are sorted and have as many rows as before: the end of a sample's part is the end of its rows.
+    at_place = (layout.start + layout.lengths)[of_row] - torch.arange(layout.rows, device=order.device)
+    return torch.empty_like(order).scatter_(0, order, at_place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -17,8 +18,9 @@ from ..layout import Layout
 from ..row_programs import LaCacheInputs, RowPrograms, StepInputs
 from ..rows import PickedRows, pick_rows, tiles_of
 from ..shape import ModelShape
+from ..stages import RunStage, run_plainly
 from ..state import CanvasState
-from .base import CachePolicy, Look
+from .base import CachePolicy, CacheRule, Look, Request
 
 
 def cached_layers(config: DecodingConfig, layers: int) -> tuple[int, ...]:
@@ -36,6 +38,31 @@ def cached_layers(config: DecodingConfig, layers: int) -> tuple[int, ...]:
     if max(chosen) >= layers:
         raise ConfigError(f"lacache_layers names layer {max(chosen)}, the model has {layers}: count from 0")
     return tuple(sorted(set(chosen)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaCacheRule(CacheRule):
+    """When the state of a sample must be filled.
+
+    Attributes:
+        prunes: a suffix policy drops rows at each block.
+        interval: fill every so many forwards; None only where tokens outside the block have changed.
+    """
+
+    prunes: bool
+    interval: int | None
+
+    @property
+    def always(self) -> bool:
+        """In every step."""
+        return self.interval == 1
+
+    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
+        """At block starts, when masks behind an end were filled, and at the interval."""
+        if self.always:
+            return moves if self.prunes else torch.zeros_like(moves)
+        due = moves | ended
+        return due if self.interval is None else due | (state.age >= self.interval)
 
 
 class LaCache(CachePolicy):
@@ -57,8 +84,7 @@ class LaCache(CachePolicy):
         self._programs = programs
         self._layers = cached_layers(config, programs.shape.layers)
         self._exact = self._layers == (0,)
-        self._interval = config.lacache_interval
-        self._prunes = config.suffix != "all"
+        self.rule: LaCacheRule = LaCacheRule(prunes=config.suffix != "all", interval=config.lacache_interval)
         self._rows = rows
         self._buffers: dict[str, Tensor] = {}
         # The state's rows are the kept rows of the canvas, sample by sample, then the same of the unconditional half.
@@ -79,10 +105,6 @@ class LaCache(CachePolicy):
         """See `CachePolicy.row_forwards`."""
         return self._computed
 
-    @property
-    def _always(self) -> bool:
-        return self._interval == 1
-
     def begin(self, layout: Layout, kept: Sequence[int] = ()) -> None:
         """Allocate the state at the first call. All of it counts as old until `look` tells otherwise."""
         if not self._buffers:
@@ -100,7 +122,7 @@ class LaCache(CachePolicy):
         moved = moved or (layout.guided and half != self._half)
         fill_all = self._exact and (moved or any(look.due))
         self._due = (True,) * len(look.due) if fill_all else look.due
-        if moved and not fill_all and not self._always:
+        if moved and not fill_all and not self.rule.always:
             self._move(look, layout.guided)
         self._starts, self._counts, self._half = starts, look.kept, half
         self._members = torch.tensor(self._due, device=self._programs.device)
@@ -115,23 +137,22 @@ class LaCache(CachePolicy):
         for buffer in self._buffers.values():
             buffer[: len(index)] = buffer[index]
 
-    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
-        """At block starts, when masks behind an end were filled, and at the interval."""
-        if self._always:
-            return moves if self._prunes else torch.zeros_like(moves)
-        due = moves | ended
-        return due if self._interval is None else due | (state.age >= self._interval)
-
     def step(
-        self, inputs: StepInputs, layout: Layout, state: CanvasState, *, refreshing: bool = True
+        self,
+        request: Request,
+        layout: Layout,
+        state: CanvasState,
+        *,
+        refreshing: bool = True,
+        run: RunStage = run_plainly,
     ) -> tuple[Tensor, Tensor]:
         """Fill the state, or use it, or both where samples differ."""
         self._computed += sum(self._counts) * (2 if layout.guided else 1)
-        due = self._due
+        due, inputs = self._due, request.over_all(layout, state)
         if not (refreshing and any(due)):
-            return self._run(inputs, layout, state, fill=self._always)
+            return self._run(inputs, layout, state, fill=self.rule.always)
         self._due = (False,) * len(due)
-        if all(due) or self._always:
+        if all(due) or self.rule.always:
             return self._run(inputs, layout, state, fill=True)
         members = self._members
         filled = self._run(inputs, layout, state, fill=True, members=members, group=due)
@@ -152,7 +173,7 @@ class LaCache(CachePolicy):
         """One launch, over all samples or over a group of them."""
         blocks = block_rows(layout.plan, state.block)
         buffers: Mapping[str, Tensor] = self._buffers
-        if members is None and not self._prunes:
+        if members is None and not self.rule.prunes:
             start, length, size = layout.start, layout.lengths, layout.rows
             index = None
         else:

@@ -11,19 +11,55 @@ the kept rows. Rows that a suffix policy drops have no place, so the keys of a s
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...passes.insert_kv_cache import cache_names
 from ..layout import Layout, Sample
-from ..row_programs import CacheInputs, RowPrograms, StepInputs
+from ..row_programs import CacheInputs, RowPrograms
 from ..rows import PickedRows, pick_rows, tiles_of
 from ..shape import ModelShape
+from ..stages import RunStage, run_plainly
 from ..state import CanvasState
-from .base import CachePolicy, Look
+from .base import CachePolicy, CacheRule, Look, Request
+from .row_plan import RowPlan, row_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRule(CacheRule):
+    """Which rows a step computes, and when it computes all of them.
+
+    Attributes:
+        prunes: a suffix policy drops rows at each block, so that a block always begins with all rows.
+        interval: compute all rows every so many forwards; None only when the policy demands it.
+    """
+
+    prunes: bool = False
+    interval: int | None = None
+
+    @property
+    def always(self) -> bool:
+        """Every step computes every row."""
+        return self.interval == 1
+
+    def rows(self, layout: Layout, state: CanvasState, scores: Tensor | None) -> Tensor:
+        """(R,) bool: rows to compute in a step that does not compute all; dropped ones may be among them.
+
+        Args:
+            layout, state: as in `CachePolicy.step`.
+            scores: (K,) fp32 by cache row, of policies that keep them.
+        """
+        raise NotImplementedError
+
+    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
+        """At block starts, when masks behind an end were filled, and at the interval."""
+        if self.always:
+            return moves if self.prunes else torch.zeros_like(moves)
+        due = moves | ended
+        return due if self.interval is None else due | (state.age >= self.interval)
 
 
 class RowSubset(CachePolicy):
@@ -32,28 +68,22 @@ class RowSubset(CachePolicy):
     Args:
         programs: computes the forwards.
         cache_rows: cache rows of all samples that are decoded at the same time.
-        prunes: a suffix policy drops rows at each block, so that a block always begins with all rows.
-        interval: compute all rows every so many forwards; None only when the policy demands it.
+        rule: which rows.
 
     Raises:
         ConfigError: the model has no row programs.
     """
 
-    def __init__(
-        self, programs: RowPrograms, cache_rows: int, *, prunes: bool = False, interval: int | None = None
-    ) -> None:
+    rule: RowRule
+
+    def __init__(self, programs: RowPrograms, cache_rows: int, rule: RowRule) -> None:
+        self.rule = rule
         self._programs = programs
         self._shape = programs.shape  # raises where the model has no row programs
         self._cache_rows = cache_rows
-        self._prunes = prunes
-        self._interval = interval
         self._sizes = (0, 0)
         self._caches: dict[str, Tensor] = {}
         self._computed = torch.zeros((), dtype=torch.int64, device=programs.device)
-
-    @abstractmethod
-    def rows(self, layout: Layout, state: CanvasState) -> Tensor:
-        """(R,) bool: rows to compute in a step that does not compute all; dropped ones may be among them."""
 
     @abstractmethod
     def most(self, sample: Sample, block: int, masks: int, fresh: int) -> int:
@@ -66,14 +96,9 @@ class RowSubset(CachePolicy):
             fresh: rows committed in its last step.
         """
 
-    @property
-    def always(self) -> bool:
-        """Every step computes every row."""
-        return self._interval == 1
-
     def look(self, layout: Layout, state: CanvasState, look: Look) -> None:
         """Bound the rows of the next steps."""
-        plain = look.kept if self.always else self._most(layout, look)
+        plain = look.kept if self.rule.always else self._most(layout, look)
         first = [kept if due else most for kept, due, most in zip(look.kept, look.due, plain, strict=True)]
         self._sizes = (self.bucket(sum(first)), self.bucket(sum(plain)))
 
@@ -84,7 +109,7 @@ class RowSubset(CachePolicy):
     def sizes(self, layout: Layout) -> list[tuple[bool, int]]:
         """See `CachePolicy.sizes`: all samples begin, one begins while the others go on, and none does."""
         every = [sample.length for sample in layout.samples]
-        if self.always:
+        if self.rule.always:
             return [(True, self.bucket(sum(every))), (False, self.bucket(sum(every)))]
         most = [
             max(min(sample.length, self.most(sample, block, sample.masks, 0)) for block in range(len(sample.blocks)))
@@ -102,55 +127,26 @@ class RowSubset(CachePolicy):
         known = zip(layout.samples, look.block, look.masks, look.fresh, strict=True)
         return tuple(min(kept, self.most(*one)) for kept, one in zip(look.kept, known, strict=True))
 
-    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
-        """At block starts, when masks behind an end were filled, and at the interval."""
-        if self.always:
-            return moves if self._prunes else torch.zeros_like(moves)
-        due = moves | ended
-        return due if self._interval is None else due | (state.age >= self._interval)
-
     def step(
-        self, inputs: StepInputs, layout: Layout, state: CanvasState, *, refreshing: bool = True
+        self,
+        request: Request,
+        layout: Layout,
+        state: CanvasState,
+        *,
+        refreshing: bool = True,
+        run: RunStage = run_plainly,
     ) -> tuple[Tensor, Tensor]:
         """See `CachePolicy.step`."""
-        picked = self._pick(layout, state, refreshing)
-        self._computed.add_(picked.counts.sum() * (2 if layout.guided else 1))
-        size, guided = len(picked.rows), layout.guided
-        place = layout.base[layout.sample_of_row] + state.rank
-        rows, cache_rows = picked.rows, torch.where(picked.real, place[picked.rows], self._spare(guided))
-        first = layout.base[: layout.seats]
-        tiles = tiles_of(picked, first, first + state.kept[: layout.seats], self._programs.tile_rows)
-        if guided:
-            blind = torch.where(picked.real, cache_rows + self._cache_rows, self._spare(guided))
-            cache_rows = torch.cat((cache_rows, blind))
-            rows = torch.cat((rows, rows + layout.rows))
-            tiles = torch.cat((tiles, torch.cat((tiles[:, :2] + size, tiles[:, 2:] + self._cache_rows), dim=1)))
-        wanted = picked.place[inputs.wanted]
-        reduced = dataclasses.replace(
-            inputs,
-            ids=inputs.ids[rows],
-            positions=inputs.positions[rows],
-            tiles=tiles,
-            wanted=wanted,
-            unconditional=wanted + size if guided else None,
-        )
-        return self._forward(reduced, cache_rows, picked, layout, state)
+        caches = self.caches(layout.guided)
+        cache = self._cache(self.shapes(refreshing=refreshing), layout.guided)
+        plan, cache_rows = run(plan_rows, self.rule, request, layout, state, cache)
+        return self._programs.cached_step(plan.inputs(request), CacheInputs(caches, cache_rows))
 
-    def _forward(
-        self, inputs: StepInputs, cache_rows: Tensor, picked: PickedRows, layout: Layout, state: CanvasState
-    ) -> tuple[Tensor, Tensor]:
-        return self._programs.cached_step(inputs, CacheInputs(self.caches(layout.guided), cache_rows))
-
-    def _pick(self, layout: Layout, state: CanvasState, refreshing: bool) -> PickedRows:
-        active = ~state.done if refreshing else ~(state.done | state.due)
-        chosen = state.keep
-        if not self.always:
-            chosen = self.rows(layout, state)
-            if refreshing:
-                chosen = chosen | state.due[layout.sample_of_row]
-            chosen = chosen & state.keep
-        size = self.shapes(refreshing=refreshing)
-        return pick_rows(chosen & active[layout.sample_of_row], layout.sample_of_row, layout.places, size)
+    def _cache(self, size: int, guided: bool, scores: Tensor | None = None) -> CacheRows:
+        """What stages know of the cache, for a forward of `size` rows."""
+        length = torch.empty(size, dtype=torch.bool, device=self._programs.device)
+        spare = self.caches(guided)["k_cache_0"]
+        return CacheRows(length, spare, self._computed, scores, self._programs.tile_rows)
 
     def _spare(self, guided: bool) -> int:
         """The cache row into which padding writes."""
@@ -171,6 +167,73 @@ class RowSubset(CachePolicy):
     def row_forwards(self) -> int:
         """See `CachePolicy.row_forwards`."""
         return int(self._computed)
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """What stages need to know of a cache. Sizes are those of tensors, so that they need not be constants.
+
+    Attributes:
+        length: (n,), rows of the forward; what it holds is not read.
+        cache: (K, ...), any tensor with a row for each cache row; what it holds is not read. The last row is a spare
+            one, into which padding writes; with guidance the second half of the others belongs to the blind rows.
+        computed: 0-dim int64, rows computed so far; added to.
+        scores: (K,) fp32 by cache row, of policies that keep them.
+        tile_rows: most rows of a tile.
+    """
+
+    length: Tensor
+    cache: Tensor
+    computed: Tensor
+    scores: Tensor | None
+    tile_rows: int | None
+
+    @property
+    def spare(self) -> int:
+        """The cache row of padding."""
+        return self.cache.shape[0] - 1
+
+
+def plan_rows(
+    rule: RowRule, request: Request, layout: Layout, state: CanvasState, cache: CacheRows
+) -> tuple[RowPlan, Tensor]:
+    """Stage: the forward of a step.
+
+    Args:
+        rule, request, layout, state: as in `CachePolicy.step`.
+        cache: where the rows go.
+
+    Returns:
+        The plan, and (n,) or (2n,) int64: where each row writes its key and value.
+    """
+    return planned_rows(rule, request, layout, state, cache)[:2]
+
+
+def planned_rows(
+    rule: RowRule, request: Request, layout: Layout, state: CanvasState, cache: CacheRows
+) -> tuple[RowPlan, Tensor, PickedRows]:
+    """What `plan_rows` returns, and the rows themselves."""
+    picked = _pick(rule, request, layout, state, cache)
+    cache.computed.add_(picked.counts.sum() * (2 if layout.guided else 1))
+    place = layout.base[layout.sample_of_row] + state.rank
+    cache_rows = torch.where(picked.real, place[picked.rows], cache.spare)
+    first = layout.base[: layout.seats]
+    tiles = tiles_of(picked, first, first + state.kept[: layout.seats], cache.tile_rows)
+    if layout.guided:
+        size, half = cache.length.shape[0], cache.spare // 2
+        cache_rows = torch.cat((cache_rows, torch.where(picked.real, cache_rows + half, cache.spare)))
+        tiles = torch.cat((tiles, torch.cat((tiles[:, :2] + size, tiles[:, 2:] + half), dim=1)))
+    return row_plan(request, layout, state, picked, tiles), cache_rows, picked
+
+
+def _pick(rule: RowRule, request: Request, layout: Layout, state: CanvasState, cache: CacheRows) -> PickedRows:
+    of_row = layout.sample_of_row
+    takes_part = ~(state.done | (state.due & ~request.refreshing))
+    chosen = state.keep & takes_part[of_row]
+    if not rule.always:
+        whole = state.due & request.refreshing
+        chosen = chosen & (rule.rows(layout, state, cache.scores) | whole[of_row])
+    return pick_rows(chosen, of_row, layout.places, cache.length.shape[0])
 
 
 def allocate(shape: ModelShape, rows: int, device: torch.device) -> dict[str, Tensor]:

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..layout import Layout
-from ..row_programs import RowPrograms, StepInputs
+from ..row_programs import RowPrograms
 from ..rows import pick_rows, tiles_of
+from ..stages import RunStage, run_plainly
 from ..state import CanvasState
-from .base import CachePolicy, Look
+from .base import CachePolicy, CacheRule, Look, Request
+from .row_plan import RowPlan, row_plan
 
 
 class Uncached(CachePolicy):
@@ -23,10 +25,16 @@ class Uncached(CachePolicy):
         self._computed = 0
 
     def step(
-        self, inputs: StepInputs, layout: Layout, state: CanvasState, *, refreshing: bool = True
+        self,
+        request: Request,
+        layout: Layout,
+        state: CanvasState,
+        *,
+        refreshing: bool = True,
+        run: RunStage = run_plainly,
     ) -> tuple[Tensor, Tensor]:
         """One forward over all rows."""
-        return self._programs.step(inputs)
+        return self._programs.step(request.over_all(layout, state))
 
     def shapes(self, *, refreshing: bool) -> int:
         """See `CachePolicy.shapes`: always the same."""
@@ -42,8 +50,19 @@ class Uncached(CachePolicy):
         return self._computed
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrunedRule(CacheRule):
+    """A block waits for a look of the host, which learns how many rows it keeps."""
+
+    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
+        """At block starts."""
+        return moves
+
+
 class UncachedPruned(CachePolicy):
-    """The plain loop over the kept rows. A block waits for a look of the host, which learns how many they are."""
+    """The plain loop over the kept rows."""
+
+    rule = PrunedRule()
 
     def __init__(self, programs: RowPrograms) -> None:
         self._programs = programs
@@ -55,30 +74,19 @@ class UncachedPruned(CachePolicy):
         self._kept = sum(look.kept)
         self._size = self.bucket(self._kept)
 
-    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
-        """At block starts."""
-        return moves
-
     def step(
-        self, inputs: StepInputs, layout: Layout, state: CanvasState, *, refreshing: bool = True
+        self,
+        request: Request,
+        layout: Layout,
+        state: CanvasState,
+        *,
+        refreshing: bool = True,
+        run: RunStage = run_plainly,
     ) -> tuple[Tensor, Tensor]:
         """One forward over the kept rows, of waiting samples too."""
-        size = self._size
-        picked = pick_rows(state.keep, layout.sample_of_row, layout.places, size)
-        first = picked.starts[: layout.seats]
-        tiles = tiles_of(picked, first, first + picked.counts[: layout.seats], self._programs.tile_rows)
-        rows, wanted = picked.rows, picked.place[inputs.wanted]
-        if layout.guided:
-            rows, tiles = torch.cat((rows, rows + layout.rows)), torch.cat((tiles, tiles + size))
-        reduced = dataclasses.replace(
-            inputs,
-            ids=inputs.ids[rows],
-            positions=inputs.positions[rows],
-            tiles=tiles,
-            wanted=wanted,
-            unconditional=wanted + size if layout.guided else None,
-        )
-        return self._programs.step(reduced)
+        length = torch.empty(self._size, dtype=torch.bool, device=self._programs.device)
+        plan: RowPlan = run(plan_kept, request, layout, state, length, self._programs.tile_rows)
+        return self._programs.step(plan.inputs(request))
 
     def shapes(self, *, refreshing: bool) -> int:
         """See `CachePolicy.shapes`."""
@@ -100,3 +108,18 @@ class UncachedPruned(CachePolicy):
     def row_forwards(self) -> int:
         """See `CachePolicy.row_forwards`."""
         return self._computed
+
+
+def plan_kept(request: Request, layout: Layout, state: CanvasState, length: Tensor, tile_rows: int | None) -> RowPlan:
+    """Stage: a forward over the kept rows.
+
+    Args:
+        request, layout, state: as in `CachePolicy.step`.
+        length: (n,), rows of the forward; what it holds is not read.
+        tile_rows: most rows of a tile.
+    """
+    size = length.shape[0]
+    picked = pick_rows(state.keep, layout.sample_of_row, layout.places, size)
+    first = picked.starts[: layout.seats]
+    tiles = tiles_of(picked, first, first + picked.counts[: layout.seats], tile_rows)
+    return row_plan(request, layout, state, picked, torch.cat((tiles, tiles + size)) if layout.guided else tiles)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-
-from .base import Ranking
 
 
 @dataclass(frozen=True)
@@ -18,5 +17,7 @@ class ThresholdRule:
 
     def __call__(self, confidence: Tensor, valid: Tensor, masks_at_start: Tensor, step_in_block: Tensor) -> Tensor:
         """See `CommitRule`."""
-        ranking = Ranking.of(confidence, valid)
-        return ranking.take(ranking.confidence >= self.threshold)
+        # Of equal maxima `argmax` names the first. Where nothing is valid, what it names is not valid either.
+        best = torch.where(valid, confidence, -torch.inf).argmax(-1, keepdim=True)
+        first = torch.arange(valid.shape[-1], device=valid.device) == best
+        return valid & ((confidence >= self.threshold) | first)
