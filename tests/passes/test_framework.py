@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dllm_compile.errors import PassError
-from dllm_compile.passes import FUSE, NORMALIZE, OPTIONAL, GraphPass, Level, run_passes
+from dllm_compile.passes import FUSE, NORMALIZE, OPTIONAL, GraphPass, Level, finishing_passes, run_passes
 from dllm_compile.passes.framework import Outcome
 from dllm_compile.passes.graph import aten, call, check_metadata, find, operator_counts, share
 from dllm_compile.passes.inline_references import INLINE_REFERENCES
@@ -41,8 +41,29 @@ def test_the_order_and_names_of_passes():
         "pack_qkv",
         "pack_gate_up",
     ]
-    assert OPTIONAL == ("pack_qkv", "pack_gate_up", "inline_references")
+    assert OPTIONAL == (
+        "pack_qkv",
+        "pack_gate_up",
+        "fuse_quantization",
+        "fuse_linear_add_norm",
+        "inline_references",
+    )
     assert all(graph_pass.level is Level.EXACT for graph_pass in (*NORMALIZE, *FUSE))
+
+
+def test_which_passes_end_a_program():
+    """Projections are fused with norms where kernels stand behind that; in fp32 without FP8 nothing is added."""
+    cpu, card = torch.device("cpu"), torch.device("cuda")
+
+    def names(device, dtype, fp8, **options):
+        return [graph_pass.name for graph_pass in finishing_passes(device, dtype, fp8=fp8, **options)]
+
+    both = ["fuse_quantization", "fuse_linear_add_norm"]
+    assert names(cpu, torch.float32, False) == names(cpu, torch.bfloat16, False) == []
+    assert names(card, torch.float32, False) == []
+    assert names(card, torch.bfloat16, False) == names(card, torch.float16, False) == both[1:]
+    assert names(cpu, torch.float32, True) == names(card, torch.bfloat16, True) == both
+    assert names(card, torch.bfloat16, True, disable=("fuse_linear_add_norm",)) == both[:1]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
