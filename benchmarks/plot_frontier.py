@@ -37,10 +37,16 @@ def table(result: dict[str, Any]) -> str:
     counts = {row["problems"] for row in rows}
     where = f"{environment['card']}, torch {environment['torch']}, commit {environment['commit']}"
     setting = f"{counts.pop()} held-out problems a family, fp32, 128 new tokens"
+    notes = (
+        "The difference is to one token a step on the same problems, ± its standard error. A verify pass counts as a "
+        "forward; rows tell what forwards cost where they compute few."
+    )
     lines = [
-        f"{where}; {setting}. The difference is to one token a step on the same problems, ± its standard error.",
+        f"{where}; {setting}. {notes}",
         "",
-        "| rule | " + " | ".join(f"{family}: solved; difference; tokens a forward" for family in families) + " |",
+        "| rule | "
+        + " | ".join(f"{family}: solved; difference; tokens a forward; rows a token" for family in families)
+        + " |",
         "|---" * (len(families) + 1) + "|",
     ]
     for group, name in dict.fromkeys((row["group"], row["name"]) for row in rows):
@@ -48,35 +54,46 @@ def table(result: dict[str, Any]) -> str:
         for family in families:
             (row,) = (one for one in rows if (one["group"], one["name"], one["family"]) == (group, name, family))
             change = f"{100 * row['difference']:+.1f} ± {100 * row['difference_error']:.1f}"
-            cells.append(f"{100 * row['accuracy']:.1f} %; {change}; {row['tokens_per_forward']:.2f}")
+            cells.append(
+                f"{100 * row['accuracy']:.1f} %; {change}; {row['tokens_per_forward']:.2f}; {_rows_a_token(row):.0f}"
+            )
         lines.append(f"| {group}, {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
+def _rows_a_token(row: dict[str, Any]) -> float:
+    """Rows computed for each answer token."""
+    return float(row["row_forwards"] / row["answer_tokens"])
+
+
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Problems solved, with their standard error, against answer tokens a forward; one panel a family."""
+    """Problems solved, with their standard error, against tokens a forward and rows a token; one column a family."""
     import matplotlib.pyplot as plt
 
     families = list(dict.fromkeys(row["family"] for row in rows))
-    figure, axes = plt.subplots(1, len(families), figsize=(4.2 * len(families), 4.2), squeeze=False)
-    for axis, family in zip(axes[0], families, strict=True):
-        here = [row for row in rows if row["family"] == family]
-        for group, marker in zip(dict.fromkeys(row["group"] for row in here), MARKERS, strict=True):
-            points = [row for row in here if row["group"] == group]
-            axis.errorbar(
-                [row["tokens_per_forward"] for row in points],
-                [100 * row["accuracy"] for row in points],
-                yerr=[100 * row["accuracy_error"] for row in points],
-                marker=marker,
-                markersize=4,
-                linewidth=1,
-                capsize=2,
-                label=group,
-            )
-        axis.axhline(100 * here[0]["accuracy"], color="grey", linestyle="--", linewidth=0.8)
-        axis.set_title(family)
-        axis.set_xlabel("answer tokens a forward")
-    axes[0][0].set_ylabel("problems solved, %")
+    figure, axes = plt.subplots(2, len(families), figsize=(4.2 * len(families), 8), squeeze=False)
+    kinds = {"answer tokens a forward": lambda row: row["tokens_per_forward"], "rows an answer token": _rows_a_token}
+    for line, (label, value) in zip(axes, kinds.items(), strict=True):
+        for axis, family in zip(line, families, strict=True):
+            here = [row for row in rows if row["family"] == family]
+            for group, marker in zip(dict.fromkeys(row["group"] for row in here), MARKERS, strict=True):
+                points = [row for row in here if row["group"] == group]
+                axis.errorbar(
+                    [value(row) for row in points],
+                    [100 * row["accuracy"] for row in points],
+                    yerr=[100 * row["accuracy_error"] for row in points],
+                    marker=marker,
+                    markersize=4,
+                    linewidth=1,
+                    capsize=2,
+                    label=group,
+                )
+            axis.axhline(100 * here[0]["accuracy"], color="grey", linestyle="--", linewidth=0.8)
+            axis.set_title(family)
+            axis.set_xlabel(label)
+        line[0].set_ylabel("problems solved, %")
+    for axis in axes[1]:
+        axis.set_xscale("log")
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path)
