@@ -58,6 +58,7 @@ from .runtime.prompt_forms import Mask, Prompts, encoded
 from .runtime.prompts import split_prompts
 from .runtime.rectangular import RectangularPrograms
 from .runtime.session import SessionPool
+from .runtime.stages import run_compiled, run_plainly
 from .runtime.streamers import Streamer
 from .runtime.warm_up import WarmUp, warm_up
 from .stages import Stages
@@ -110,6 +111,8 @@ def optimize(
     check_switch("release", release)
     if config.cuda_graphs and next(model.parameters()).device.type != "cuda":
         raise ConfigError("cuda_graphs=True, but the model is not on a CUDA device: move it, or leave cuda_graphs out")
+    if config.fuse_bookkeeping and config.cuda_graphs is False and next(model.parameters()).device.type == "cuda":
+        raise ConfigError("fuse_bookkeeping=True uses the buffers of cuda_graphs, which is False: drop one")
     if release and config.precision == "checkpoint":
         raise ConfigError("release=True frees what FP8 copies replace, and precision='checkpoint' makes none: drop one")
     facts = _facts(model)
@@ -438,10 +441,15 @@ class OptimizedModel(nn.Module):
         return dump_graphs(self, directory, decompile=decompile)
 
     def _make_sessions(self) -> SessionPool | None:
-        """Where buffers and captured steps stay between calls; None where no step is captured."""
-        wanted = self.compile_config.cuda_graphs
-        possible = self.device.type == "cuda" and isinstance(self.programs, ModelPrograms)
-        return SessionPool(self.compile_config.new_shapes) if possible and wanted is not False else None
+        """Where buffers and captured steps stay between calls; None where steps are neither captured nor compiled."""
+        config, programs = self.compile_config, self.programs
+        if not isinstance(programs, ModelPrograms):
+            return None
+        graphs = self.device.type == "cuda" and config.cuda_graphs is not False
+        fused = programs.compiled and (graphs if config.fuse_bookkeeping is None else config.fuse_bookkeeping)
+        if not (graphs or fused):
+            return None
+        return SessionPool(config.new_shapes, run=run_compiled if fused else run_plainly)
 
     def _make_programs(self, device: torch.device, compiled: bool) -> ModelPrograms | RectangularPrograms:
         captured, mask_token_id = self._captured, self.facts.mask_token_id

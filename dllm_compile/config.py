@@ -72,6 +72,8 @@ class CompileConfig(_Replaceable):
             first one.
         fp8_linears: "ffn", or "all": q, k, v and the output projection of attention as well. Never the head.
         cuda_graphs: replay steps as CUDA graphs; buffers and graphs are then kept between calls. None: on a card.
+        fuse_bookkeeping: compile what a step does around its forwards as well. None: where steps are replayed as CUDA
+            graphs. True on a CPU keeps buffers between calls, too; it pays for no real model there.
         new_shapes: what happens, after `warm_up`, to a step of a size that was not captured: "capture" runs it once as
             it is and captures it when it comes back, "eager" always runs it as it is, "raise" refuses.
 
@@ -87,18 +89,18 @@ class CompileConfig(_Replaceable):
     fp8_skip_layers: tuple[int, ...] = (0,)
     fp8_linears: Fp8Linears = "ffn"
     cuda_graphs: bool | None = None
+    fuse_bookkeeping: bool | None = None
     new_shapes: NewShapes = "capture"
 
     def __post_init__(self) -> None:
         """Check types; whether a pass of such a name exists, `optimize` says."""
         check_switch("strict", self.strict)
+        for name in ("compile", "cuda_graphs", "fuse_bookkeeping"):
+            value = getattr(self, name)
+            require(value is None or isinstance(value, bool), f"{name} must be True, False or None, not {value!r}")
         require(
-            self.compile is None or isinstance(self.compile, bool),
-            f"compile must be True, False or None, not {self.compile!r}",
-        )
-        require(
-            self.cuda_graphs is None or isinstance(self.cuda_graphs, bool),
-            f"cuda_graphs must be True, False or None, not {self.cuda_graphs!r}",
+            not self.fuse_bookkeeping or self.compile is not False,
+            "fuse_bookkeeping=True compiles, and compile=False forbids it: drop one",
         )
         one_of("new_shapes", self.new_shapes, NewShapes)
         object.__setattr__(self, "disable", pass_names(self.disable))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 
@@ -245,7 +246,9 @@ def test_off_by_one_key_range_of_the_cached_operator(monkeypatch):
 
 def test_a_wrong_rule_of_a_policy_is_by_design_only(monkeypatch):
     """What a stale cache may differ by is no fault: the limit of what can be told from outside."""
-    monkeypatch.setattr(dual.DualCache, "behind", -1)
+    rows = dual.BlockRule.rows
+    narrow = lambda rule, *arguments: rows(dataclasses.replace(rule, behind=-1), *arguments)  # noqa: E731
+    monkeypatch.setattr(dual.BlockRule, "rows", narrow)
     result = find(SHORT.replace(cache="dual"))
     assert result.fault is None
     assert result.first.layer == "cache dual, as configured"

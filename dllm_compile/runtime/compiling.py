@@ -17,6 +17,7 @@ from .._compat import distinct_sizes
 from ..passes.graph import attribute, output_node, placeholders
 from ..passes.split_layers import Segment, segment_graph, split_layers
 from .block_tiles import block_tile_table
+from .stages import guards_on_inputs
 
 # Sizes with which a program is compiled: different and above one, so that no dimension is taken for a constant
 # or for another one. What is not named here has a row for each row of the step.
@@ -133,7 +134,7 @@ class LayerByLayer:
 
 
 def _compiled(gm: GraphModule) -> Callable[..., Any]:
-    return torch.compile(gm.forward, fullgraph=True, options={"guard_filter_fn": _guards_on_inputs})  # type: ignore[no-any-return]
+    return torch.compile(gm.forward, fullgraph=True, options={"guard_filter_fn": guards_on_inputs})  # type: ignore[no-any-return]
 
 
 def _mark(nodes: Iterable[Node], values: Iterable[Tensor]) -> None:
@@ -142,15 +143,6 @@ def _mark(nodes: Iterable[Node], values: Iterable[Tensor]) -> None:
         for dimension, size in enumerate(node.meta["val"].shape):
             if not isinstance(size, int):
                 torch._dynamo.mark_dynamic(value, dimension)
-
-
-def _guards_on_inputs(guards: Sequence[Any]) -> list[bool]:
-    """Leave out the guard on the process (default dtype, threads, determinism): it decides nothing in these graphs.
-
-    Otherwise a caller who changes one of them would have the program compiled again, for the sizes of that one call.
-    Gradients and autocast are off whenever a program runs (`plain_mode`).
-    """
-    return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
 
 
 def _example(name: str, recorded: Tensor, device: torch.device) -> Tensor:

@@ -104,7 +104,8 @@ def borrowed_session(
         return
     capacity = Capacity.of(samples, slots.free, slots.rows, config)
     key = session_key(config, capacity)
-    with sessions.lend(key, lambda: Session(programs, facts, config, slots.rows, capacity, sessions.new_shapes)) as one:
+    make = lambda: Session(programs, facts, config, slots.rows, capacity, sessions.new_shapes, sessions.run)  # noqa: E731
+    with sessions.lend(key, make) as one:
         yield one
 
 

@@ -119,6 +119,11 @@ class ModelPrograms:
         return ModelShape.of(self._canonical)
 
     @property
+    def compiled(self) -> bool:
+        """Whether programs are compiled."""
+        return self._compiled
+
+    @property
     def built(self) -> tuple[Program, ...]:
         """Programs built so far."""
         return tuple(self._programs.values())

@@ -206,10 +206,12 @@ class SessionPool:
     Args:
         new_shapes: what happens after a warm-up to a step that was not captured.
         keep: sessions that are kept while nobody uses them.
+        run: runs the stages of their steps.
     """
 
-    def __init__(self, new_shapes: NewShapes = "capture", keep: int = 2) -> None:
+    def __init__(self, new_shapes: NewShapes = "capture", keep: int = 2, run: RunStage = run_plainly) -> None:
         self.new_shapes = new_shapes
+        self.run = run
         self._keep = keep
         self._idle: OrderedDict[Hashable, list[Session]] = OrderedDict()
         self._lock = threading.Lock()

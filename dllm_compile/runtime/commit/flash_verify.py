@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...config import DecodingConfig
-from .base import Ranking, prefix
+from .base import Ranking, prefix, running_log_sum
 from .threshold import ThresholdRule
 
 
@@ -90,7 +90,7 @@ class FlashVerifyRule(ThresholdRule):
         """
         if self.product:
             # Logarithms, so that a long product of small numbers loses nothing.
-            joint = torch.where(real, probability, 1.0).log().cumsum(-1)
+            joint = running_log_sum(torch.where(real, probability, 1.0))
             passes = joint >= (math.log(self.gamma) if self.gamma > 0 else -math.inf)
         else:
             passes = (token == draft) & (confidence >= self.gamma)

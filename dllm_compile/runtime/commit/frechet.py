@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .base import Ranking, prefix
+from .base import Ranking, prefix, running_sum
 
 
 @dataclass(frozen=True)
@@ -33,4 +33,4 @@ def frechet_score(confidence: Tensor) -> Tensor:
     near the margin, so their sum in fp32 loses nothing there, while a sum of confidences near k would.
     """
     shortfall = 1 - confidence
-    return 1 - shortfall.cumsum(-1) - shortfall
+    return 1 - running_sum(shortfall) - shortfall
