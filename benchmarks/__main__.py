@@ -25,6 +25,7 @@ CASES = {
     "verify-kernels": "verify_kernels",
     "ratios": "ratios",
     "small-model": "small_model",
+    "startup": "startup",
 }
 """Modules with `add_arguments` and `run`, which returns one row of figures each."""
 

@@ -13,9 +13,9 @@ SHAPES = {
 }
 
 
-def random_llada(shape: str, layers: int, device: str) -> LLaDAForMaskedDiffusion:
-    """A LLaDA of `SHAPES[shape]` with normal weights (std 0.02): bf16 on a card, fp32 on the CPU."""
-    sizes = SHAPES[shape]
+def random_llada(shape: str, layers: int, device: str, **changes: int) -> LLaDAForMaskedDiffusion:
+    """A LLaDA of `SHAPES[shape]` and `changes` with normal weights (std 0.02): bf16 on a card, fp32 on the CPU."""
+    sizes = {**SHAPES[shape], **changes}
     mask = sizes["vocab_size"] - 1
     config = LLaDAConfig(
         **sizes,
