@@ -147,8 +147,10 @@ def test_bf16_is_reproducible_and_close_to_fp32():
     ids = torch.randint(0, 60, (2, 200), device="cuda")
     first, again = (rough(ids).logits for _ in range(2))
     assert torch.equal(first, again)
-    expected = exact(ids).logits
-    assert (first.float() - expected).norm() / expected.norm() < 0.05
+    expected, own = exact(ids).logits, rough.model(ids).logits
+    # This random model amplifies bf16's rounding by far more than a real one: its own forward is 0.08 off.
+    errors = [(logits.float() - expected).norm() / expected.norm() for logits in (first, own)]
+    assert errors[0] < 1.2 * errors[1] < 0.15
     runs = [rough.generate(PROMPTS, max_new_tokens=32, threshold=0.5).sequences for _ in range(2)]
     assert torch.equal(*runs)
 
