@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         with torch.no_grad():
             for call in (slow, fast) * 2:
                 call()
-            rows.append({"name": name, **paired(slow, fast, arguments.rounds)})
+            rows.append({"name": name, **paired(slow, fast, arguments.rounds, on_card=device == "cuda")})
         print(rows[-1], flush=True)
     return rows
 

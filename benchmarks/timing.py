@@ -41,14 +41,16 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(_once(call, inner))
+            times[name].append(_once(call, inner, torch.cuda.is_available()))
     return {
         name: {"median_ms": statistics.median(values), "min_ms": min(values), "max_ms": max(values)}
         for name, values in times.items()
     }
 
 
-def paired(slow: Callable[[], Any], fast: Callable[[], Any], rounds: int = 15, inner: int = 3) -> dict[str, float]:
+def paired(
+    slow: Callable[[], Any], fast: Callable[[], Any], rounds: int = 15, inner: int = 3, *, on_card: bool = False
+) -> dict[str, float]:
     """How many times as long `slow` takes as `fast`: the median of the ratios of rounds, each of which times both.
 
     What disturbs a round disturbs both, and the median drops rounds in which it did not; which goes first alternates.
@@ -57,6 +59,7 @@ def paired(slow: Callable[[], Any], fast: Callable[[], Any], rounds: int = 15, i
         slow, fast: have been warmed up.
         rounds: how often both are timed.
         inner: calls in one timing.
+        on_card: whether the device's clock is read instead of the host's.
 
     Returns:
         the ratio, the lowest and the highest of a round, and the medians of both in ms.
@@ -65,14 +68,14 @@ def paired(slow: Callable[[], Any], fast: Callable[[], Any], rounds: int = 15, i
     for i in range(rounds):
         both = (("slow", slow), ("fast", fast))
         for name, call in both if i % 2 else both[::-1]:
-            times[name].append(_once(call, inner))
+            times[name].append(_once(call, inner, on_card))
     ratios = [a / b for a, b in zip(times["slow"], times["fast"], strict=True)]
     medians = {f"{name}_ms": statistics.median(values) for name, values in times.items()}
     return {"ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios), **medians}
 
 
-def _once(call: Callable[[], Any], inner: int) -> float:
-    if not torch.cuda.is_available():
+def _once(call: Callable[[], Any], inner: int, on_card: bool) -> float:
+    if not on_card:
         start = time.perf_counter()
         for _ in range(inner):
             call()

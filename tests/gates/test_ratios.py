@@ -65,7 +65,6 @@ def test_a_ratio_is_that_of_the_times_and_does_not_see_a_spoilt_round():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.timing.time.perf_counter", lambda: clock[0])
-        patch.setattr(torch.cuda, "is_available", lambda: False)
         found = paired(taking(6.0), taking(1.0), rounds=5, inner=2)
     assert found["ratio"] == pytest.approx(6.0)
     assert found["lowest"] == pytest.approx(12.0 / 7.0)
