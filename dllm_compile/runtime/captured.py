@@ -14,6 +14,9 @@ from torch import Tensor
 from ..config import NewShapes
 from ..errors import UnknownShapeError
 
+# A step of more rows is long enough to hide its launches, and a graph would keep the memory of its activations.
+MOST_CAPTURED_ROWS = 8192
+
 # A process captures one graph at a time: what another thread captures must not see this one's allocations.
 _CAPTURING = threading.Lock()
 
@@ -37,6 +40,7 @@ class CapturedSteps:
         self._held = held
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._sizes: dict[bool, list[int]] = {False: [], True: []}
         self._addresses: tuple[int, ...] = ()
         self._seen: set[Hashable] = set()
         self._frozen = False
@@ -51,11 +55,16 @@ class CapturedSteps:
         """The warm-up is over."""
         self._frozen = True
 
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+    def at_least(self, refreshing: bool, rows: int) -> int | None:
+        """After the warm-up: rows of the smallest captured step that a step of `rows` rows may be padded to."""
+        larger = [size for size in self._sizes[refreshing] if size >= rows] if self._frozen else []
+        return min(larger, default=None)
+
+    def run(self, key: tuple[bool, int] | None, step: Callable[[], None]) -> None:
         """Run `step`, or the graph that was captured of it.
 
         Args:
-            key: tells this step from those with other sizes or other choices; None if it cannot be captured.
+            key: whether it refreshes, and its rows (0 where they are always the same); None if it is not captured.
             step: reads nothing on the host, and writes what outlives it in place.
 
         Raises:
@@ -78,7 +87,7 @@ class CapturedSteps:
         self.capture(key, step)
         self._graphs[key].replay()
 
-    def capture(self, key: Hashable, step: Callable[[], None]) -> None:
+    def capture(self, key: tuple[bool, int], step: Callable[[], None]) -> None:
         """Record `step`, which has run before with this key, without running it."""
         start = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
@@ -101,6 +110,7 @@ class CapturedSteps:
         if not self._graphs:
             self._addresses = self._where()
         self._graphs[key] = graph
+        self._sizes[key[0]].append(key[1])
         self.seconds += time.perf_counter() - start
 
     def _where(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..config import DecodingConfig, NewShapes
 from .cache import Look, cache_policy
 from .capacity import Capacity, bucket
-from .captured import CapturedSteps
+from .captured import MOST_CAPTURED_ROWS, CapturedSteps
 from .facts import ModelFacts
 from .layout import Layout, Sample
 from .row_programs import RowPrograms
@@ -77,7 +77,8 @@ class Session:
         if capacity is not None:
             self.cache.bucket = bucket
             if programs.device.type == "cuda":
-                self.captured = CapturedSteps(programs.device, new_shapes, lambda: tuple(self._held.values()))
+                held = self._held  # not the session itself: a cycle would keep its caches until it is collected
+                self.captured = CapturedSteps(programs.device, new_shapes, lambda: tuple(held.values()))
 
     def start(self, samples: Sequence[Sample], bases: Sequence[int], config: DecodingConfig) -> Look:
         """Forget what was decoded before and begin with `samples`, whose cache rows begin at `bases`.
@@ -160,15 +161,24 @@ class Session:
             self._step(refreshing)
         else:
             refreshing = refreshing and self._due  # the same step, where none is due
-            shapes = self.cache.shapes(refreshing=refreshing)
-            key = None if shapes is None else (refreshing, shapes)
-            self.captured.run(key, lambda: self._step(refreshing))
+            self.captured.run(self._key(self.captured, refreshing), lambda: self._step(refreshing))
         self.cache.stepped(self.layout)
+
+    def _key(self, captured: CapturedSteps, refreshing: bool) -> tuple[bool, int] | None:
+        """What tells the next step from others; None where it is not to be captured."""
+        rows = self.cache.shapes(refreshing=refreshing)
+        if rows is None or (rows or self.layout.forward_rows) > MOST_CAPTURED_ROWS:
+            return None
+        larger = captured.at_least(refreshing, rows)
+        if larger is not None and larger != rows:
+            self.cache.resize(larger, refreshing=refreshing)
+            rows = larger
+        return refreshing, rows
 
     def rehearse(self, rows: int, *, refreshing: bool) -> None:
         """A step of `rows` rows, as `CachePolicy.sizes` names them, while every sample is done: it changes nothing."""
         self._due = refreshing
-        self.cache.resize(rows)
+        self.cache.resize(rows, refreshing=refreshing)
         self.step(refreshing=refreshing)
 
     def _step(self, refreshing: bool) -> None:

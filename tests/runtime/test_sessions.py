@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -246,3 +248,61 @@ def test_places_without_a_sample_have_no_span(model):
         begins, ends = call.spans.T.tolist()
         taken = [begin for begin, end in zip(begins, ends, strict=True) if begin < end]
         assert len(set(taken)) == len(taken) > 0
+
+
+class Recorder:
+    """Takes the place of captured steps after a warm-up: runs every step as it is, and notes its key."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+        self.keys: list[tuple[bool, int] | None] = []
+
+    def at_least(self, refreshing: bool, rows: int) -> int | None:
+        return min((size for size in self.sizes if size >= rows), default=None)
+
+    def run(self, key, step) -> None:
+        self.keys.append(key)
+        step()
+
+
+@pytest.mark.parametrize("case", ["dual", "prefix every 3", "dkv", "flash", "none, cfg", "window"])
+def test_after_a_warm_up_steps_are_padded_to_sizes_that_were_captured(model, case, monkeypatch):
+    """Prompts that are a little shorter than those of the warm-up are served by its graphs, with the same tokens."""
+    config = DecodingConfig(**{"max_new_tokens": 14, "block_length": 6, "threshold": 0.5, "eos": "none", **CASES[case]})
+    pool, prompts = SessionPool(), prompts_of(3, 11, seed=4)
+    decode(CachedPrograms(model), FACTS, prompts, config, sessions=pool)
+    (session,) = pool.idle()
+    session.captured = Recorder(0, 96)
+    same(
+        decode(session._programs, FACTS, prompts, config.replace(check_every=1), sessions=pool),
+        decode(CachedPrograms(model), FACTS, prompts, config.replace(check_every=1)),
+    )
+    assert {key[1] for key in session.captured.keys} <= {0, 96}
+
+
+def test_a_step_of_very_many_rows_is_not_captured(model, monkeypatch):
+    """Its activations would stay allocated with the graph."""
+    monkeypatch.setattr("dllm_compile.runtime.session.MOST_CAPTURED_ROWS", 40)
+    config = DecodingConfig(max_new_tokens=14, block_length=6, threshold=0.5, cache="dual")
+    pool, prompts = SessionPool(), prompts_of(9, 11, seed=4)
+    decode(CachedPrograms(model), FACTS, prompts, config, sessions=pool)
+    (session,) = pool.idle()
+    session.captured = Recorder()
+    decode(session._programs, FACTS, prompts, config, sessions=pool)
+    assert session.captured.keys[0] is None  # all 48 rows
+    assert (False, 16) in session.captured.keys
+
+
+def test_a_session_that_is_given_up_is_freed_at_once(model):
+    """Nothing refers to it in a circle, so that its caches need no garbage collection."""
+    pool, config = SessionPool(), DecodingConfig(max_new_tokens=6, cache="flash")
+    decode(CachedPrograms(model), FACTS, prompts_of(3, seed=1), config, sessions=pool)
+    (session,) = pool.idle()
+    gone = weakref.ref(session)
+    gc.disable()
+    try:
+        del session
+        pool.clear()
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -149,8 +149,8 @@ class CachePolicy(ABC):
     def look(self, layout: Layout, state: CanvasState, look: Look) -> None:  # noqa: B027
         """Prepare the steps up to the next look, the first of which is refreshing."""
 
-    def shapes(self, *, refreshing: bool) -> Hashable:
-        """What tells the next step from others of the same layout: its sizes, and every choice made on the host.
+    def shapes(self, *, refreshing: bool) -> int | None:
+        """What tells the next step from others of the same layout: its rows, 0 where they are always the same.
 
         None where a step cannot be captured: it does things on the host that a replay would leave out.
         """
@@ -160,8 +160,8 @@ class CachePolicy(ABC):
         """Steps that decoding the samples of `layout` is likely to ask for: (refreshing, rows), the largest first."""
         return [(True, 0), (False, 0)]
 
-    def resize(self, rows: int) -> None:  # noqa: B027
-        """Make the next step one of `rows` rows, instead of what the last look asked for."""
+    def resize(self, rows: int, *, refreshing: bool) -> None:  # noqa: B027
+        """Make the next such step one of `rows` rows, instead of what the last look asked for."""
 
     def stepped(self, layout: Layout) -> None:  # noqa: B027
         """Do on the host what follows a step, which may have been a replay."""

@@ -119,9 +119,9 @@ class RowSubset(CachePolicy):
         plain = {self.bucket(rows) for rows in range(1, sum(most) + 1)}
         return [*((True, rows) for rows in sorted(first, reverse=True)), *((False, n) for n in sorted(plain)[::-1])]
 
-    def resize(self, rows: int) -> None:
+    def resize(self, rows: int, *, refreshing: bool) -> None:
         """See `CachePolicy.resize`."""
-        self._sizes = (rows, rows)
+        self._sizes = (rows, self._sizes[1]) if refreshing else (self._sizes[0], rows)
 
     def _most(self, layout: Layout, look: Look) -> tuple[int, ...]:
         known = zip(layout.samples, look.block, look.masks, look.fresh, strict=True)

@@ -96,7 +96,7 @@ class UncachedPruned(CachePolicy):
         """See `CachePolicy.sizes`. How many rows later blocks keep shows in time."""
         return [(True, self._size), (False, self._size)]
 
-    def resize(self, rows: int) -> None:
+    def resize(self, rows: int, *, refreshing: bool) -> None:
         """See `CachePolicy.resize`."""
         self._size = rows
 
