@@ -127,14 +127,17 @@ def test_optional_passes_change_no_tokens(fast, names):
 
 
 @pytest.mark.slow
-def test_compiled():
-    """One graph for all sizes, the tokens of the graph itself."""
-    compiled, plain = own_fast(compile=True), own_fast()
-    for lengths in ((5,), (1, 9, 4), (30,)):
-        prompts = prompts_of(*lengths)
-        for options in ({}, {"cache": "dual", "threshold": 0.3}):
-            expected = plain.generate(prompts, SHORT, **options).sequences
-            assert torch.equal(compiled.generate(prompts, SHORT, **options).sequences, expected)
+@pytest.mark.parametrize("layers", [3, 8])
+def test_compiled(layers):
+    """One program for all sizes, layers compiled once or each; as near as codes on the other side of a tie allow."""
+    compiled, plain = (own_fast(model=wide_model(n_layers=layers), compile=choice) for choice in (True, False))
+    for rows in (1, 2, 17, 40):
+        ids = torch.randint(0, 120, (1, rows), generator=torch.Generator().manual_seed(rows))
+        expected, actual = (fast(ids).logits for fast in (plain, compiled))
+        assert (actual - expected).norm() / expected.norm() < 0.03, "FP8 itself is 0.07 to 0.2 away from the model"
+    config = SHORT.replace(cache="dual", threshold=0.3)
+    first, again = (compiled.generate(prompts_of(1, 9, 4), config).sequences for _ in range(2))
+    assert torch.equal(first, again)
     assert all(program.compiled for program in compiled.programs.built)
 
 
