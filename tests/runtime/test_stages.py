@@ -178,7 +178,7 @@ def test_sessions_share_what_is_compiled_and_are_freed(model, counted):
 def test_the_option_of_a_model(counted):
     """On a CPU as well, where it is asked for."""
     plain, fused = (
-        dllm_compile.optimize(tiny_model(seed=3, n_layers=2), fuse_bookkeeping=fused) for fused in (None, True)
+        dllm_compile.optimize(tiny_model(seed=3, n_layers=2), fuse_bookkeeping=fused) for fused in (False, True)
     )
     prompts = prompts_of(5, 11, seed=1)
     options = {"max_new_tokens": 20, "block_length": 8, "threshold": 0.2, "cache": "dual"}
