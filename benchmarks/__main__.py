@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import json
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 from .environment import environment
+
+_AsWritten = argparse.RawDescriptionHelpFormatter
 
 CASES = {
     "lacache-steps": "lacache_steps",
@@ -37,13 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one case and write its figures with the environment they belong to, or run a command."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parsers = parser.add_subparsers(dest="case", required=True)
+    words = sys.argv[1:] if argv is None else argv
     for name in (*CASES, *COMMANDS):
-        module = _module(name)
-        one = parsers.add_parser(name, help=(module.__doc__ or "").partition("\n")[0], description=module.__doc__)
+        about = _docstring(name)
+        one = parsers.add_parser(name, help=about.partition("\n")[0], description=about, formatter_class=_AsWritten)
         if name in CASES:
             one.add_argument("--json", type=Path, help="write the figures there")
             one.add_argument("--commit", help="the commit that is measured, where the folder is no checkout")
-        module.add_arguments(one)
+        if name in words:  # the others need not be importable here: some need Triton, or a card
+            _module(name).add_arguments(one)
     arguments = parser.parse_args(argv)
     module = _module(arguments.case)
     if arguments.case in COMMANDS:
@@ -62,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.json.write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0
+
+
+def _docstring(name: str) -> str:
+    """What a case says of itself, without importing it."""
+    place = Path(__file__).with_name((CASES | COMMANDS)[name])
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").replace("%", "%%")
 
 
 def _module(name: str) -> ModuleType:

@@ -11,12 +11,14 @@ import torch
 
 import dllm_compile
 from dllm_compile.config import DecodingConfig
+from dllm_compile.runtime.cache.base import Request
 from dllm_compile.runtime.cache.lacache import LaCache
 from dllm_compile.runtime.cache.uncached import Uncached
+from dllm_compile.runtime.constants import StepConstants
+from dllm_compile.runtime.current_block import current_block
 from dllm_compile.runtime.facts import ModelFacts
 from dllm_compile.runtime.layout import Layout, Sample
 from dllm_compile.runtime.state import CanvasState
-from dllm_compile.runtime.step import StepConstants, _current_block, _inputs
 
 from .models import random_llada
 from .timing import interleaved, replayable
@@ -62,7 +64,15 @@ def _measure(
     )
     state = CanvasState.begin(layout, layout.initial_tokens(facts.mask_token_id))
     constants = StepConstants.of(config, facts, fast.device)
-    inputs = _inputs(constants, layout, state, _current_block(constants, layout, state), None)
+    inputs = Request(
+        rows=current_block(layout, state, state.block, constants.mask_token_id).rows.flatten(),
+        refreshing=constants.flags[True],
+        mask_token_id=constants.mask_token_id,
+        banned=constants.banned,
+        seeds=None,
+        temperature=None,
+        guidance=None,
+    )
     cached = LaCache(fast.programs, config.replace(cache="lacache"))
     cached.begin(layout)
     uncached = Uncached(fast.programs)

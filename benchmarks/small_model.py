@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument("--configs", nargs="+", default=list(CONFIGS), choices=tuple(CONFIGS), metavar="NAME")
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -59,9 +61,9 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     fast = dllm_compile.optimize(dllm_compile.models.load_small(device=arguments.device), compile=compiled)
     tokenizer = dllm_compile.models.load_small_tokenizer()
     rows = []
-    for family in FAMILIES:
-        for name, fields in CONFIGS.items():
-            config = dllm_compile.DecodingConfig(**fields)
+    for family in arguments.families:
+        for name in arguments.configs:
+            config = dllm_compile.DecodingConfig(**CONFIGS[name])
             found = evaluate(
                 fast,
                 tokenizer,
