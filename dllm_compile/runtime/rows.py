@@ -32,27 +32,31 @@ class PickedRows:
     starts: Tensor
 
 
-def pick_rows(chosen: Tensor, sample_of_row: Tensor, samples: int, size: int) -> PickedRows:
+def pick_rows(chosen: Tensor, start: Tensor, length: Tensor, size: int) -> PickedRows:
     """Bring the chosen rows of the canvas together.
 
     Args:
         chosen: (R,) bool.
-        sample_of_row: (R,) int64, ascending.
-        samples: S.
+        start: (S,) int64, first row of each sample.
+        length: (S,) int64, rows of each sample.
         size: n, at least as many as are chosen.
     """
     running = chosen.cumsum(0)
-    place = torch.where(chosen, running - 1, size)
-    canvas_rows = torch.arange(len(chosen), device=chosen.device)
-    rows = canvas_rows.new_zeros(size + 1).scatter_(0, place, canvas_rows)[:size]
-    counts = running.new_zeros(samples).scatter_add_(0, sample_of_row, chosen.long())
+    place = torch.arange(size, device=chosen.device)
+    real = place < running[-1]
+    starts = before(running, start)
     return PickedRows(
-        rows=rows,
-        real=torch.arange(size, device=chosen.device) < running[-1],
-        place=torch.where(chosen, place, 0),
-        counts=counts,
-        starts=counts.cumsum(0) - counts,
+        rows=torch.where(real, torch.searchsorted(running, place + 1), 0),
+        real=real,
+        place=torch.where(chosen, running - 1, 0),
+        counts=before(running, start + length) - starts,
+        starts=starts,
     )
+
+
+def before(running: Tensor, rows: Tensor) -> Tensor:
+    """What sums up to and with each row (R,) were in front of the given rows, each from 0 to R."""
+    return torch.where(rows > 0, running[(rows - 1).clamp(min=0)], 0)
 
 
 def tiles_of(picked: PickedRows, key_begin: Tensor, key_end: Tensor, tile_rows: int | None) -> Tensor:
@@ -93,5 +97,5 @@ def rank_in_sample(flags: Tensor, start: Tensor, sample_of_row: Tensor) -> Tenso
         start: (S,) int64, first row of each sample.
         sample_of_row: (R,) int64.
     """
-    before = flags.cumsum(0) - flags.long()
-    return before - before[start][sample_of_row]
+    running = flags.cumsum(0)
+    return running - flags.long() - before(running, start)[sample_of_row]

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import counter_rng
@@ -185,7 +186,7 @@ def accept_step(
         probability = torch.where(is_stop(constants, tokens), 0.0, probability)
     accepted = constants.commit.accept(tokens, token, confidence, probability, real)
     places = torch.where(accepted, rows, layout.rows).flatten()
-    state.tokens.scatter_(0, places, tokens.flatten())
+    state.tokens[places] = tokens.flatten()
     state.verified.add_(drafts.real.any(-1))
     _end_step(rule, constants, layout, state, drafts.committed | _flagged(state, places), refreshing, look)
 
@@ -221,7 +222,7 @@ def _commit(
     take = constants.commit(confidence, valid, state.masks_at_start, state.step_in_block)
     # Whatever is not taken goes to the spare place behind the last row.
     places = torch.where(take, asked.rows, layout.rows).flatten()
-    state.tokens.scatter_(0, places, token.flatten())
+    state.tokens[places] = token.flatten()
     return places, confidence, valid & ~take
 
 
@@ -275,6 +276,7 @@ def _end_step(
 
 def _write_look(table: Tensor, state: CanvasState, layout: Layout, mask_token_id: int) -> None:
     of_sample = torch.stack((state.done, state.due, state.block, state.kept))
-    flags = torch.stack((state.tokens[: layout.rows] == mask_token_id, state.fresh[: layout.rows])).long()
-    counts = flags.new_zeros((2, layout.places)).scatter_add_(1, layout.sample_of_row.expand(2, -1), flags)
+    flags = torch.stack((state.tokens[: layout.rows] == mask_token_id, state.fresh[: layout.rows]))
+    running = F.pad(flags.cumsum(1), (1, 0))
+    counts = running[:, layout.start + layout.lengths] - running[:, layout.start]
     table.copy_(torch.cat((of_sample, counts)))

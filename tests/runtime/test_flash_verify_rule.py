@@ -134,9 +134,10 @@ def lay_out(lengths, candidates, committed, *, size=32, context=None, seed=0):
         flags[order[count : count + committed[i]]] = True
         ranked.append(order[count:].tolist())
     real = torch.arange(8) < torch.tensor(candidates)[:, None]
+    backwards = torch.argsort(from_end, descending=True)
     plan = verify_rows(
         Drafts(rows, drafts, real, flags, torch.tensor([-1])),
-        from_end,
+        backwards[torch.sort(layout.sample_of_row[backwards], stable=True).indices],
         tokens,
         layout,
         size=size,

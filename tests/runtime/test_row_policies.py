@@ -169,7 +169,8 @@ def test_picked_rows_and_tiles(data, lengths, tile_rows):
     sample_of_row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     chosen = torch.tensor(flags)
     size = sum(flags) + data.draw(st.integers(0, 7))
-    picked = pick_rows(chosen, sample_of_row, len(lengths), size)
+    length = torch.tensor(lengths)
+    picked = pick_rows(chosen, length.cumsum(0) - length, length, size)
     expected = [i for i, flag in enumerate(flags) if flag]
     assert picked.rows.tolist() == expected + [0] * (size - len(expected))
     assert picked.real.tolist() == [True] * len(expected) + [False] * (size - len(expected))

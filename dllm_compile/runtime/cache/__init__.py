@@ -17,7 +17,9 @@ from .verify_rows import Drafts
 __all__ = ["CachePolicy", "CacheRule", "Drafts", "Look", "Request", "cache_policy"]
 
 
-def cache_policy(config: DecodingConfig, programs: RowPrograms, cache_rows: int, mask_token_id: int) -> CachePolicy:
+def cache_policy(
+    config: DecodingConfig, programs: RowPrograms, cache_rows: int, mask_token_id: int, *, spare: bool = False
+) -> CachePolicy:
     """The policy a decoding configuration names.
 
     Args:
@@ -25,6 +27,7 @@ def cache_policy(config: DecodingConfig, programs: RowPrograms, cache_rows: int,
         programs: computes the forwards.
         cache_rows: rows of all samples that are decoded at the same time.
         mask_token_id: id of a masked position.
+        spare: layouts have rows that belong to no sample.
 
     Raises:
         ConfigError: the configuration names layers the model does not have.
@@ -44,4 +47,4 @@ def cache_policy(config: DecodingConfig, programs: RowPrograms, cache_rows: int,
         return DelayedCache(programs, cache_rows, rule)
     if config.cache == "flash":
         return FlashCache(programs, cache_rows, config=config, mask_token_id=mask_token_id)
-    return UncachedPruned(programs) if prunes else Uncached(programs)
+    return UncachedPruned(programs, prunes=prunes) if prunes or spare else Uncached(programs)

@@ -30,7 +30,7 @@ from torch import Tensor
 from ...config import DecodingConfig
 from ..layout import Layout, Sample
 from ..row_programs import CacheInputs, RowPrograms, StepInputs, VerifyInputs
-from ..rows import PickedRows, rank_in_sample
+from ..rows import PickedRows, before, rank_in_sample
 from ..stages import RunStage, run_plainly
 from ..state import CanvasState
 from .base import Request
@@ -72,10 +72,11 @@ class FlashRule(RowRule):
         return self.window
 
     def columns(self, masked: Tensor) -> Tensor | None:
-        """The leftmost masks, as many as the window takes, then whatever else there is from left to right."""
-        upto, column = masked.cumsum(-1), torch.arange(masked.shape[-1], device=masked.device)
-        place = torch.where(masked, upto - 1, upto[:, -1:] + column - upto)
-        return torch.empty_like(place).scatter_(1, place, column.expand_as(place))[:, : self.window]
+        """The leftmost masks, as many as the window takes. Where there are fewer, a column without a mask is named."""
+        width = masked.shape[-1]
+        wanted = torch.arange(1, min(self.window, width) + 1, device=masked.device).repeat(masked.shape[0], 1)
+        found = torch.searchsorted(masked.cumsum(-1), wanted)
+        return torch.where(found < width, found, masked.int().argmin(-1, keepdim=True))
 
     def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
         """Never again: there is no periodic refresh."""
@@ -88,8 +89,11 @@ class FlashRule(RowRule):
         near = masked & (rank_in_sample(masked, layout.start, of_row) < self.near)
         # The last rows in ascending order of score, fresh tokens last of all: bands, so that no score can lie beyond a
         # fresh token or below a mask.
-        from_end = rank_from_end(layout, torch.where(masked, 0, torch.where(fresh, 2, 1)), scores)
-        pinned = torch.zeros_like(layout.start).scatter_add_(0, of_row, fresh.long())
+        from_end = rank_from_end(
+            layout, order_by_score(layout, torch.where(masked, 0, torch.where(fresh, 2, 1)), scores)
+        )
+        running = fresh.cumsum(0)
+        pinned = before(running, layout.start + layout.lengths) - before(running, layout.start)
         tracked = ~masked & (from_end <= pinned.clamp(min=self.track)[of_row])
         return near | tracked
 
@@ -206,17 +210,16 @@ def plan_scored_rows(
 def _window_rows(rule: FlashRule, picked: PickedRows, layout: Layout, state: CanvasState, width: int) -> Tensor:
     """(S + 1, width) int64: rows of the forward in each sample's window, -1 where there are fewer.
 
-    What lies in no window goes to the sample behind the last one, which is empty. It also keeps both sizes at two
-    or more, as compiled programs want them.
+    Behind the last sample comes an empty one: both sizes are two or more, as compiled programs want them.
     """
-    masked, of_row = rule.masked(layout, state), layout.sample_of_row
-    rank = rank_in_sample(masked, layout.start, of_row)
-    inside = masked & (rank < rule.window) & (picked.counts > 0)[of_row]
-    samples = layout.places
-    spare = samples * width
-    window = torch.full((spare + width,), -1, dtype=torch.int64, device=rank.device)
-    window.scatter_(0, torch.where(inside, of_row * width + rank, spare), torch.where(inside, picked.place, -1))
-    return window.view(samples + 1, width)
+    running = rule.masked(layout, state).cumsum(0)
+    in_front = before(running, layout.start)
+    masks = before(running, layout.start + layout.lengths) - in_front
+    column = torch.arange(width, device=masks.device)
+    rows = torch.searchsorted(running, in_front[:, None] + column + 1).clamp(max=layout.rows - 1)
+    inside = (column < masks.clamp(max=rule.window)[:, None]) & (picked.counts > 0)[:, None]
+    window = torch.where(inside, picked.place[rows], -1)
+    return torch.cat((window, window.new_full((1, width), -1)))
 
 
 @dataclass(frozen=True)
@@ -254,7 +257,7 @@ def plan_verify(
     band = torch.where(masked, 0, torch.where(drafts.committed, 3, torch.where(fresh, 2, 1)))
     plan = verify_rows(
         drafts,
-        rank_from_end(layout, band, cache.scores),
+        order_by_score(layout, band, cache.scores),
         state.tokens[: layout.rows],
         layout,
         size=size,
@@ -276,10 +279,10 @@ def plan_verify(
     )
 
 
-def rank_from_end(layout: Layout, band: Tensor, scores: Tensor) -> Tensor:
-    """(R,) int64: rank of each row in its sample by band and then by score, 1 for the highest.
+def order_by_score(layout: Layout, band: Tensor, scores: Tensor) -> Tensor:
+    """(R,) int64: the canvas rows by sample, then by band and then by score, ascending.
 
-    Of equal scores the later row ranks higher, and NaN ranks higher than any number.
+    Of equal scores the later row comes last, and NaN is above any number.
 
     Args:
         layout: where the rows lie.
@@ -288,10 +291,16 @@ def rank_from_end(layout: Layout, band: Tensor, scores: Tensor) -> Tensor:
     """
     of_row = layout.sample_of_row
     score = scores[layout.base[of_row] + layout.positions]
-    # One sort by sample, band and score: 32 bits that are ordered as integers like the numbers they stand for.
+    # One sort for all three: 32 bits that are ordered as integers like the numbers they stand for.
     bits = torch.where(score == 0, 0, score.view(torch.int32))  # -0.0 is no less than 0.0
     ordered = torch.where(score.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & (2**31 - 1)))
-    order = torch.sort((of_row * 4 + band) * 2**32 + ordered, stable=True).indices
-    # Samples are sorted and have as many rows as before: the end of a sample's part is the end of its rows.
-    at_place = (layout.start + layout.lengths)[of_row] - torch.arange(layout.rows, device=order.device)
-    return torch.empty_like(order).scatter_(0, order, at_place)
+    return torch.sort((of_row * 4 + band) * 2**32 + ordered, stable=True).indices
+
+
+def rank_from_end(layout: Layout, order: Tensor) -> Tensor:
+    """(R,) int64: rank of each row in its sample, 1 for the last one in `order` (R,), which keeps samples together."""
+    # Samples have as many rows in it as they have: the end of a sample's part is the end of its rows.
+    ends = (layout.start + layout.lengths)[layout.sample_of_row]
+    rank = torch.empty_like(order)
+    rank[order] = ends - torch.arange(layout.rows, device=order.device)
+    return rank

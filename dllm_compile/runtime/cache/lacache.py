@@ -179,7 +179,7 @@ class LaCache(CachePolicy):
         else:
             chosen = state.keep if members is None else state.keep & members[layout.sample_of_row]
             size = sum(self._counts[i] for i in range(len(self._counts)) if group is None or group[i])
-            picked = pick_rows(chosen, layout.sample_of_row, layout.places, size)
+            picked = pick_rows(chosen, layout.start, layout.lengths, size)
             # A sample that waits has entered a block of which rows may still be dropped: any row of its own will do.
             blocks = torch.where(state.keep[blocks], blocks, layout.start[:, None])
             inputs, blocks = self._reduced(inputs, picked, layout), picked.place[blocks]

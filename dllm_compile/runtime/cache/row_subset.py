@@ -233,7 +233,7 @@ def _pick(rule: RowRule, request: Request, layout: Layout, state: CanvasState, c
     if not rule.always:
         whole = state.due & request.refreshing
         chosen = chosen & (rule.rows(layout, state, cache.scores) | whole[of_row])
-    return pick_rows(chosen, of_row, layout.places, cache.length.shape[0])
+    return pick_rows(chosen, layout.start, layout.lengths, cache.length.shape[0])
 
 
 def allocate(shape: ModelShape, rows: int, device: torch.device) -> dict[str, Tensor]:

@@ -60,11 +60,15 @@ class PrunedRule(CacheRule):
 
 
 class UncachedPruned(CachePolicy):
-    """The plain loop over the kept rows."""
+    """The plain loop over the kept rows, where a suffix policy drops some or a layout has rows of no sample.
 
-    rule = PrunedRule()
+    Args:
+        programs: computes the forwards.
+        prunes: a suffix policy drops rows at each block.
+    """
 
-    def __init__(self, programs: RowPrograms) -> None:
+    def __init__(self, programs: RowPrograms, *, prunes: bool = True) -> None:
+        self.rule = PrunedRule() if prunes else CacheRule()
         self._programs = programs
         self._kept = self._size = 0
         self._computed = 0
@@ -119,7 +123,7 @@ def plan_kept(request: Request, layout: Layout, state: CanvasState, length: Tens
         tile_rows: most rows of a tile.
     """
     size = length.shape[0]
-    picked = pick_rows(state.keep, layout.sample_of_row, layout.places, size)
+    picked = pick_rows(state.keep, layout.start, layout.lengths, size)
     first = picked.starts[: layout.seats]
     tiles = tiles_of(picked, first, first + picked.counts[: layout.seats], tile_rows)
     return row_plan(request, layout, state, picked, torch.cat((tiles, tiles + size)) if layout.guided else tiles)

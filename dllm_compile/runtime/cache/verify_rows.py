@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
+from ..rows import before
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class VerifyRows:
 
 def verify_rows(
     drafts: Drafts,
-    from_end: Tensor,
+    order: Tensor,
     tokens: Tensor,
     layout: Layout,
     *,
@@ -73,54 +74,51 @@ def verify_rows(
 
     Args:
         drafts: what is checked.
-        from_end: (R,) int64, rank of each decoded row of the canvas in its sample, 1 for the one that is context first
-            of all; masks rank behind every decoded row.
+        order: (R,) int64, the canvas rows of each sample where the sample's rows lie: masks, then decoded rows, the one
+            that is context first of all last.
         tokens: (R,) int64, the canvas with the first forward's commits.
         layout: where the rows lie.
         size: rows of each sample; at least commits of a step + 2 * candidates left, for any step.
         context: most context rows besides committed ones; None for as many as there is room.
         mask_token_id: id of a masked position.
     """
-    of_row, seats, columns = layout.sample_of_row, layout.seats, drafts.rows.shape[1]
-    device, decoded = tokens.device, tokens != mask_token_id
-    count = drafts.real.sum(-1)
+    seats, columns, device = layout.seats, drafts.rows.shape[1], tokens.device
+    start, end = layout.start[:seats], (layout.start + layout.lengths)[:seats]
+    candidate_rows, candidate_tokens = drafts.rows[:seats], drafts.tokens[:seats]
+    count = drafts.real[:seats].sum(-1)
     room = size - 2 * count
+    decoded = (tokens != mask_token_id).cumsum(0)
+    room_for_context = torch.minimum(room, before(decoded, end) - before(decoded, start))
     if context is not None:
-        committed = torch.zeros_like(count).scatter_add_(0, of_row, drafts.committed.long())
-        room_for_context = torch.minimum(room, committed.clamp(min=context))
-    else:
-        room_for_context = room
+        committed = drafts.committed.cumsum(0)
+        committed = before(committed, end) - before(committed, start)
+        room_for_context = torch.minimum(room_for_context, committed.clamp(min=context))
     room_for_context = torch.where(count > 0, room_for_context, 0)
 
-    spare = seats * size  # what has no row goes there and is cut off
-    first = torch.arange(layout.places, device=device) * size
-    rank = torch.arange(columns, device=device)
-    in_context = decoded & (from_end <= room_for_context[of_row])
-    context_place = torch.where(in_context, first[of_row] + from_end - 1, spare)
-    draft_place = torch.where(drafts.real, (first + room)[:, None] + rank, spare)
-    mask_place = torch.where(drafts.real, (first + room + count)[:, None] + rank, spare)
-    draft_place, mask_place, real = draft_place[:seats], mask_place[:seats], drafts.real[:seats]
-    # One place for every row of the canvas, then for every draft and every mask.
-    places = torch.cat((context_place, draft_place.flatten(), mask_place.flatten()))
-    candidate_rows, draft_tokens = drafts.rows[:seats].flatten(), drafts.tokens[:seats].flatten()
-    masks = torch.full_like(draft_tokens, mask_token_id)
-    canvas_rows = torch.arange(len(tokens), device=device)
-    ranks = rank.repeat(seats)
-    zeros, top = torch.zeros_like(canvas_rows), torch.full_like(canvas_rows, columns + 1)
-    depth = torch.cat((zeros, ranks + 1, ranks))
-    seen_from = torch.cat((zeros, ranks + 1, torch.zeros_like(ranks)))
-    seen_until = torch.cat((top, torch.full_like(ranks, columns + 1), ranks + 1))
+    place = torch.arange(size, device=device)
+    in_context = place < room_for_context[:, None]
+    context_row = order[(end[:, None] - 1 - place).clamp(min=0)]
+    draft = place - room[:, None]
+    mask = draft - count[:, None]
+    is_draft, is_mask = (draft >= 0) & (mask < 0), (mask >= 0) & (mask < count[:, None])
+    column = torch.where(is_mask, mask, draft).clamp(0, columns - 1)
 
-    def spread(values: Tensor, padding: int) -> Tensor:
-        return torch.full((spare + 1,), padding, dtype=torch.int64, device=device).scatter_(0, places, values)[:spare]
+    def chosen(of_context: Tensor | int, of_draft: Tensor | int, of_mask: Tensor | int, padding: int) -> Tensor:
+        of_rest = torch.where(is_draft, of_draft, torch.where(is_mask, of_mask, padding))
+        return torch.where(in_context, of_context, of_rest).flatten()
 
-    views = torch.stack((spread(depth, -1), spread(seen_from, 0), spread(seen_until, 0)), 1).to(torch.int32)
-    k_begin = layout.base
-    k_end = torch.where(count > 0, k_begin + layout.lengths, k_begin)
+    depth = chosen(0, draft + 1, mask, -1)
+    seen_from = chosen(0, draft + 1, 0, 0)
+    seen_until = chosen(columns + 1, columns + 1, mask + 1, 0)
+    of_candidate = candidate_rows.gather(1, column)
+    first = torch.arange(seats, device=device) * size
+    masks = (first + room + count)[:, None] + torch.arange(columns, device=device)
+    k_begin = layout.base[:seats]
+    k_end = torch.where(count > 0, k_begin + layout.lengths[:seats], k_begin)
     return VerifyRows(
-        rows=spread(torch.cat((canvas_rows, candidate_rows, candidate_rows)), 0),
-        ids=spread(torch.cat((tokens, draft_tokens, masks)), 0),
-        views=views,
-        masks=torch.where(real, mask_place, first[:seats, None]),
-        tiles=torch.stack((first, first + size, k_begin, k_end), 1)[:seats].to(torch.int32),
+        rows=chosen(context_row, of_candidate, of_candidate, 0),
+        ids=chosen(tokens[context_row], candidate_tokens.gather(1, column), mask_token_id, 0),
+        views=torch.stack((depth, seen_from, seen_until), 1).to(torch.int32),
+        masks=torch.where(drafts.real[:seats], masks, first[:, None]),
+        tiles=torch.stack((first, first + size, k_begin, k_end), 1).to(torch.int32),
     )
