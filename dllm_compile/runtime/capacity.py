@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from ..config import DecodingConfig
 from .layout import Sample
 
-# Canvas rows are rounded up to a multiple of this. Where every canvas row is computed, what is added is computed too;
-# otherwise it is memory of the cache alone.
-_COMPUTED_ROWS = 64
-_STORED_ROWS = 256
+# Canvas rows are rounded up to a multiple of this. What is added is memory of the cache alone.
+_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,9 @@ class Capacity:
         """Room for `samples`, of which `at_a_time` with `rows` canvas rows in all are decoded together."""
         width = max(len(block) for sample in samples for block in sample.blocks)
         usual = min(config.block_length, config.max_new_tokens) if config.has_blocks else config.max_new_tokens
-        step = _COMPUTED_ROWS if config.cache == "none" and config.suffix == "all" else _STORED_ROWS
         return cls(
             samples=at_a_time,
-            rows=-(-(rows + 1) // step) * step,
+            rows=-(-(rows + 1) // _ROWS) * _ROWS,
             blocks=max(len(sample.blocks) for sample in samples),
             # Masks inside prompts make blocks of any size: few sizes are captured if these are rounded.
             width=width if width <= usual else 1 << (width - 1).bit_length(),

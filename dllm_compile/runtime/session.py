@@ -60,9 +60,8 @@ class Session:
     ) -> None:
         assert facts.mask_token_id is not None, "prompts are checked first"
         self.constants = StepConstants.of(config, facts, programs.device)
-        self.cache = cache_policy(
-            config, programs, cache_rows if capacity is None else capacity.rows, facts.mask_token_id
-        )
+        rows = cache_rows if capacity is None else capacity.rows
+        self.cache = cache_policy(config, programs, rows, facts.mask_token_id, spare=capacity is not None)
         self.layout: Layout
         self.state: CanvasState
         self._programs = programs
