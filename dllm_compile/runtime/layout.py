@@ -187,7 +187,7 @@ class Layout:
     @property
     def seats(self) -> int:
         """Places that a sample may take: with a capacity all but the last one, which has the rows left over."""
-        return self.places - self.spare
+        return self.places - 1 if self.spare else self.places
 
     @property
     def kind(self) -> Hashable:
