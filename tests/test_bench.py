@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dllm_compile.bench.prompts import held_out_prompts, made_prompts
 from dllm_compile.bench.run import OURS
 from dllm_compile.cards import Card
 from dllm_compile.errors import ConfigError
+from dllm_compile.models.small import CHECKPOINT
 from tests.conftest import tiny_model
 from tests.real import RULES, plain, prompts_of
 
@@ -94,9 +96,9 @@ def test_a_verify_pass_becomes_its_threshold():
 
 
 @pytest.fixture(scope="module")
-def found() -> Bench:
+def found(fast: OptimizedModel) -> Bench:
     prompts = [prompt.tolist() for prompt in prompts_of(5, 5)]
-    return bench(tiny_model(seed=3), prompts, SHORT.replace(threshold=0.1, eos="none"), UNCOMPILED, rounds=3)
+    return bench(fast, prompts, SHORT.replace(threshold=0.1, eos="none"), rounds=3)
 
 
 def test_rates_are_their_definitions(found: Bench):
@@ -143,7 +145,8 @@ def test_json_and_text_hold_the_figures(found: Bench):
 def test_torch_compile_alone():
     prompts = [prompt.tolist() for prompt in prompts_of(4)]
     config = DecodingConfig(max_new_tokens=2, block_length=2, eos="none")
-    found = bench(tiny_model(n_layers=1), prompts, config, CompileConfig(compile=True), rounds=1)
+    fast = dllm_compile.optimize(tiny_model(n_layers=1), compile=True)
+    found = bench(fast, prompts, config, rounds=1)
     compiled = found.contenders[-1]
     assert compiled.name == "plain loop, same rule, torch.compile"
     assert compiled.stats.answer_tokens == found.contenders[0].stats.answer_tokens
@@ -215,18 +218,30 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]):
     assert "plain loop, same rule" in shown
 
 
-def test_the_command_prints_json_for_each_length(capsys: pytest.CaptureFixture[str]):
-    assert cli.main([*BENCH, "--prompt-lengths", "3", "9", "--batch", "2", "--no-baselines", "--json"]) == 0
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Any) -> str:
+    """A user's checkpoint: a tiny random model with the bundled tokenizer's files."""
+    place = tmp_path_factory.mktemp("checkpoint") / "model"
+    ids = {"mask_token_id": small_tokenizer.mask_token_id, "eos_token_id": small_tokenizer.eos_token_id}
+    tiny_model(vocab_size=len(small_tokenizer), pad_token_id=ids["eos_token_id"], **ids).save_pretrained(place)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINT / name, place / name)
+    return str(place)
+
+
+def test_the_command_prints_json_for_each_length(folder: str, capsys: pytest.CaptureFixture[str]):
+    words = [*BENCH, "--model", folder]
+    assert cli.main([*words, "--prompt-lengths", "3", "9", "--batch", "2", "--no-baselines", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["prompt_lengths"] for one in found] == [[3, 3], [9, 9]]
     assert [len(one["contenders"]) for one in found] == [1, 1]
     assert "made up" in found[0]["notes"][0]
 
 
-def test_the_command_takes_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_takes_a_file_of_prompts(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "prompts.txt"
     file.write_text("Tom has 3 pens.\n\nAna has 12 eggs and buys 5 more.\n")
-    assert cli.main([*BENCH, "--prompts", str(file), "--json", "--steps", "2"]) == 0
+    assert cli.main([*BENCH, "--model", folder, "--prompts", str(file), "--json", "--steps", "2"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["batch"] == 2
     assert any("no padding" in note for note in found["notes"])
@@ -237,7 +252,7 @@ def test_the_command_takes_a_file_of_prompts(tmp_path: Path, capsys: pytest.Capt
         (["--temperature", "0.5"], "temperature"),
         (["--prompt-lengths", "4", "--rounds", "0"], "rounds"),
     ):
-        assert cli.main([*BENCH, *words]) == 1
+        assert cli.main([*BENCH, "--model", folder, *words]) == 1
         assert said in capsys.readouterr().err
 
 
@@ -246,7 +261,7 @@ def test_the_command_takes_a_file_of_prompts(tmp_path: Path, capsys: pytest.Capt
 def test_a_card_has_a_peak_and_perhaps_a_floor():
     model = tiny_model(n_layers=2, dtype=torch.bfloat16).cuda()
     prompts = [prompt.tolist() for prompt in prompts_of(20, 20)]
-    found = bench(model, prompts, SHORT.replace(cache="dual", eos="none"), rounds=2)
+    found = bench(dllm_compile.optimize(model), prompts, SHORT.replace(cache="dual", eos="none"), rounds=2)
     weights = sum(p.nbytes for p in model.parameters())
     assert all(one.peak_bytes is not None and one.peak_bytes >= weights for one in found.contenders)
     assert len(found.contenders) == 3

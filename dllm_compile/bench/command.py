@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator
 
 from .. import _checkpoints
+from .._config_checks import integer
 from ..config import CompileConfig, DecodingConfig
 from ..errors import ConfigError
 from .plain import plain_config
@@ -23,6 +25,9 @@ def run(
     Raises:
         ConfigError: options that contradict each other.
     """
+    from ..api import optimize
+
+    integer("rounds", arguments.rounds, 1)
     if arguments.prompts and arguments.prompt_lengths:
         raise ConfigError("--prompts and --prompt-lengths both say what is decoded: give one of them")
     if not arguments.no_baselines:
@@ -33,15 +38,18 @@ def run(
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
     )
+    started = time.perf_counter()
+    fast = optimize(checkpoint.model, compile_config)
+    seconds = time.perf_counter() - started
     found = []
     for prompts, note in _prompts(arguments, checkpoint):
         one = bench(
-            checkpoint.model,
+            fast,
             prompts,
             config,
-            compile_config,
             rounds=arguments.rounds,
             baselines=not arguments.no_baselines,
+            optimize_seconds=seconds,
             notes=note,
         )
         found.append(one.to_dict())

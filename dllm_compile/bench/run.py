@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import __version__
 from .._compat import can_compile
 from .._config_checks import integer
 from ..cards import card_of
-from ..config import CompileConfig, DecodingConfig
+from ..config import DecodingConfig
 from ..runtime.output import DecodingStats, GenerationOutput
 from ..runtime.prompts import check_mask_token, check_prompts, split_prompts
 from .floor import call_work, floor_seconds
@@ -76,7 +76,7 @@ class Bench:
         prompt_lengths: tokens of each.
         max_new_tokens: G.
         rule, cache: in force.
-        optimize_seconds: capturing and rewriting, once.
+        optimize_seconds: capturing and rewriting, once; NaN where the caller did not say.
         contenders: this package first.
         ratios: by contender, how many times as long as this package it takes, for a call and for a forward: medians of
             the ratios of rounds.
@@ -114,45 +114,39 @@ class Bench:
 
 
 def bench(
-    model: nn.Module,
+    fast: OptimizedModel,
     prompts: Sequence[Sequence[int]],
     config: DecodingConfig,
-    compile_config: CompileConfig | None = None,
     *,
     rounds: int = 3,
     baselines: bool = True,
+    optimize_seconds: float = float("nan"),
     notes: Sequence[str] = (),
 ) -> Bench:
-    """Measure a call of `generate`, and the same prompts in the plain loop.
+    """Measure a call of `generate`, and the same prompts in the plain loop on the user's own model.
 
     Args:
-        model: as `optimize` takes it.
+        fast: what `optimize` returned.
         prompts: token ids.
         config: how to decode.
-        compile_config: how to rewrite and compile.
         rounds: each runs every contender once, one after the other.
         baselines: whether the plain loops run.
+        optimize_seconds: what `optimize` took, for the record.
         notes: what else is to be kept in mind.
 
     Raises:
         ConfigError: an option that the plain loop does not have, or `rounds` below 1.
         PromptError: as `generate`.
-        UnsupportedModelError, PassError: as `optimize`.
     """
-    from ..api import optimize
-
     integer("rounds", rounds, 1)
     same_rule = plain_config(config) if baselines else config
     given = [list(map(int, prompt)) for prompt in prompts]
-    started = time.perf_counter()
-    fast = optimize(model, compile_config)
-    optimize_seconds = time.perf_counter() - started
     check_prompts(split_prompts(given), fast.facts, config)
     check_mask_token(fast.facts)
     calls: dict[str, Callable[[], GenerationOutput]] = {OURS: lambda: fast.generate(given, config)}
     told = list(notes)
     if baselines:
-        more, about = _baselines(model, fast, given, config, same_rule)
+        more, about = _baselines(fast, given, config, same_rule)
         calls |= more
         told += about
     contenders, ratios = _measured(calls, rounds, fast.device)
@@ -160,7 +154,6 @@ def bench(
     floor, note = _floor(fast, given, config)
     if note is not None:
         told.append(note)
-    measured = contenders[0].stats.seconds
     return Bench(
         environment=_environment(fast),
         batch=len(given),
@@ -172,13 +165,12 @@ def bench(
         contenders=contenders,
         ratios=ratios,
         floor_seconds=floor,
-        floor_share=None if floor is None else floor / measured,
+        floor_share=None if floor is None else floor / contenders[0].stats.seconds,
         notes=tuple(told),
     )
 
 
 def _baselines(
-    model: nn.Module,
     fast: OptimizedModel,
     prompts: list[list[int]],
     config: DecodingConfig,
@@ -199,9 +191,9 @@ def _baselines(
         eos=config.eos_rule,
         eos_token_id=config.eos_token_id,
     )
-    calls = {"plain loop, one token a step": looped(model, one)}
+    calls = {"plain loop, one token a step": looped(fast.model, one)}
     if same_rule.rule != "quota" or same_rule.steps is not None:
-        calls["plain loop, same rule"] = looped(model, same_rule)
+        calls["plain loop, same rule"] = looped(fast.model, same_rule)
     notes = []
     if config.rule == "flash_verify":
         notes.append("the plain loop commits what passes the threshold; it has no verify pass")
@@ -212,7 +204,7 @@ def _baselines(
     if fast.compile_config.compile is False:
         notes.append("torch.compile alone was not measured, since compile=False")
     elif can_compile(fast.device):
-        calls["plain loop, same rule, torch.compile"] = looped(torch.compile(model), same_rule)
+        calls["plain loop, same rule, torch.compile"] = looped(torch.compile(fast.model), same_rule)
     else:
         notes.append("torch.compile alone was not measured: there is no compiler for this device")
     return calls, notes
