@@ -18,10 +18,11 @@ from torch.export import Dim
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 
+from .alike_layers import MIN_LAYERS, NotAlike, find_repeated
 from .certify import deviation
 from .errors import CaptureError, DeviceMismatchError, UnsupportedModelError
 from .passes.graph import aten, check_metadata, fake_mode_of, find, lookup, output_node, placeholders
-from .stamping import MIN_LAYERS, NotAlike, find_repeated, stamp
+from .stamping import stamp
 
 # Neither dimension may be 1: export specialises sizes 0 and 1 and then refuses the dynamic dimension.
 EXAMPLE_SHAPE = (2, 16)

@@ -15,11 +15,11 @@ from torch.fx import GraphModule, Node
 import dllm_compile
 from dllm_compile import capture as capture_module
 from dllm_compile import stamping
+from dllm_compile.alike_layers import TRACED, NotAlike, find_repeated
 from dllm_compile.capture import Captured, capture
 from dllm_compile.errors import CaptureError
 from dllm_compile.passes import FUSE, NORMALIZE, run_passes
 from dllm_compile.passes.graph import check_metadata, hashable, lookup, operator_counts
-from dllm_compile.stamping import TRACED, NotAlike, find_repeated
 from tests.conftest import tiny_model
 from tests.passes.pieces import LENGTH, Layer, Mini, assert_same, capture_mini
 from tests.real import model_logits, prompts_of
