@@ -155,7 +155,7 @@ def swapped(right, gm, linears, path):
 
 def test_stale_facache_of_a_policy(monkeypatch):
     """The state of the first block is used in the second: blocks do not make a sample due."""
-    monkeypatch.setattr(lacache.LaCache, "due", lambda self, moves, ended, state: torch.zeros_like(moves))
+    monkeypatch.setattr(lacache.LaCacheRule, "due", lambda self, moves, ended, state: torch.zeros_like(moves))
     assert_found(find(SHORT.replace(cache="lacache")), "cache lacache, layer 0")
 
 
@@ -265,7 +265,7 @@ def test_an_operator_that_raises_is_named(monkeypatch):
 
 
 def test_go_on_after_a_fault(monkeypatch):
-    monkeypatch.setattr(lacache.LaCache, "due", lambda self, moves, ended, state: torch.zeros_like(moves))
+    monkeypatch.setattr(lacache.LaCacheRule, "due", lambda self, moves, ended, state: torch.zeros_like(moves))
     decoding = SHORT.replace(cache="lacache", threshold=0.5)
     result = dllm_compile.bisect(tiny_model(), prompts_of(6)[0], PLAIN, decoding, stop=False)
     assert result.fault.layer == "cache lacache, layer 0"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -41,22 +42,22 @@ def pick_rows(chosen: Tensor, start: Tensor, length: Tensor, size: int) -> Picke
         length: (S,) int64, rows of each sample.
         size: n, at least as many as are chosen.
     """
-    running = chosen.cumsum(0)
+    running = counted(chosen)
     place = torch.arange(size, device=chosen.device)
     real = place < running[-1]
-    starts = before(running, start)
+    starts = running[start]
     return PickedRows(
-        rows=torch.where(real, torch.searchsorted(running, place + 1), 0),
+        rows=torch.where(real, torch.searchsorted(running[1:], place, right=True), 0),
         real=real,
-        place=torch.where(chosen, running - 1, 0),
-        counts=before(running, start + length) - starts,
+        place=torch.where(chosen, running[:-1], 0),
+        counts=running[start + length] - starts,
         starts=starts,
     )
 
 
-def before(running: Tensor, rows: Tensor) -> Tensor:
-    """What sums up to and with each row (R,) were in front of the given rows, each from 0 to R."""
-    return torch.where(rows > 0, running[(rows - 1).clamp(min=0)], 0)
+def counted(flags: Tensor) -> Tensor:
+    """(R + 1,) int64: how many flags (R,) are set in front of each row, and in all."""
+    return F.pad(flags, (1, 0)).cumsum(0)
 
 
 def tiles_of(picked: PickedRows, key_begin: Tensor, key_end: Tensor, tile_rows: int | None) -> Tensor:
@@ -97,5 +98,5 @@ def rank_in_sample(flags: Tensor, start: Tensor, sample_of_row: Tensor) -> Tenso
         start: (S,) int64, first row of each sample.
         sample_of_row: (R,) int64.
     """
-    running = flags.cumsum(0)
-    return running - flags.long() - before(running, start)[sample_of_row]
+    running = counted(flags)
+    return running[:-1] - running[start][sample_of_row]

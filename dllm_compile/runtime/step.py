@@ -277,6 +277,6 @@ def _end_step(
 def _write_look(table: Tensor, state: CanvasState, layout: Layout, mask_token_id: int) -> None:
     of_sample = torch.stack((state.done, state.due, state.block, state.kept))
     flags = torch.stack((state.tokens[: layout.rows] == mask_token_id, state.fresh[: layout.rows]))
-    running = F.pad(flags.cumsum(1), (1, 0))
+    running = F.pad(flags, (1, 0)).cumsum(1)
     counts = running[:, layout.start + layout.lengths] - running[:, layout.start]
     table.copy_(torch.cat((of_sample, counts)))

@@ -30,12 +30,13 @@ from torch import Tensor
 from ...config import DecodingConfig
 from ..layout import Layout, Sample
 from ..row_programs import CacheInputs, RowPrograms, StepInputs, VerifyInputs
-from ..rows import PickedRows, before, rank_in_sample
+from ..rows import PickedRows, counted, rank_in_sample
 from ..stages import RunStage, run_plainly
 from ..state import CanvasState
 from .base import Request
 from .row_plan import RowPlan
 from .row_subset import CacheRows, RowRule, RowSubset, planned_rows
+from .score_order import order_by_score, rank_from_end
 from .verify_rows import Drafts, verify_rows
 
 
@@ -74,8 +75,8 @@ class FlashRule(RowRule):
     def columns(self, masked: Tensor) -> Tensor | None:
         """The leftmost masks, as many as the window takes. Where there are fewer, a column without a mask is named."""
         width = masked.shape[-1]
-        wanted = torch.arange(1, min(self.window, width) + 1, device=masked.device).repeat(masked.shape[0], 1)
-        found = torch.searchsorted(masked.cumsum(-1), wanted)
+        wanted = torch.arange(min(self.window, width), device=masked.device).repeat(masked.shape[0], 1)
+        found = torch.searchsorted(masked.cumsum(-1), wanted, right=True)
         return torch.where(found < width, found, masked.int().argmin(-1, keepdim=True))
 
     def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
@@ -92,8 +93,8 @@ class FlashRule(RowRule):
         from_end = rank_from_end(
             layout, order_by_score(layout, torch.where(masked, 0, torch.where(fresh, 2, 1)), scores)
         )
-        running = fresh.cumsum(0)
-        pinned = before(running, layout.start + layout.lengths) - before(running, layout.start)
+        running = counted(fresh)
+        pinned = running[layout.start + layout.lengths] - running[layout.start]
         tracked = ~masked & (from_end <= pinned.clamp(min=self.track)[of_row])
         return near | tracked
 
@@ -212,11 +213,11 @@ def _window_rows(rule: FlashRule, picked: PickedRows, layout: Layout, state: Can
 
     Behind the last sample comes an empty one: both sizes are two or more, as compiled programs want them.
     """
-    running = rule.masked(layout, state).cumsum(0)
-    in_front = before(running, layout.start)
-    masks = before(running, layout.start + layout.lengths) - in_front
+    running = counted(rule.masked(layout, state))
+    in_front = running[layout.start]
+    masks = running[layout.start + layout.lengths] - in_front
     column = torch.arange(width, device=masks.device)
-    rows = torch.searchsorted(running, in_front[:, None] + column + 1).clamp(max=layout.rows - 1)
+    rows = torch.searchsorted(running[1:], in_front[:, None] + column, right=True).clamp(max=layout.rows - 1)
     inside = (column < masks.clamp(max=rule.window)[:, None]) & (picked.counts > 0)[:, None]
     window = torch.where(inside, picked.place[rows], -1)
     return torch.cat((window, window.new_full((1, width), -1)))
@@ -277,30 +278,3 @@ def plan_verify(
         hidden=hidden.scatter_(0, cache_rows, True),
         own_rows=torch.arange(cache.length.shape[0], device=positions.device),
     )
-
-
-def order_by_score(layout: Layout, band: Tensor, scores: Tensor) -> Tensor:
-    """(R,) int64: the canvas rows by sample, then by band and then by score, ascending.
-
-    Of equal scores the later row comes last, and NaN is above any number.
-
-    Args:
-        layout: where the rows lie.
-        band: (R,) int64, 0 to 3.
-        scores: (K,) fp32 by cache row.
-    """
-    of_row = layout.sample_of_row
-    score = scores[layout.base[of_row] + layout.positions]
-    # One sort for all three: 32 bits that are ordered as integers like the numbers they stand for.
-    bits = torch.where(score == 0, 0, score.view(torch.int32))  # -0.0 is no less than 0.0
-    ordered = torch.where(score.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & (2**31 - 1)))
-    return torch.sort((of_row * 4 + band) * 2**32 + ordered, stable=True).indices
-
-
-def rank_from_end(layout: Layout, order: Tensor) -> Tensor:
-    """(R,) int64: rank of each row in its sample, 1 for the last one in `order` (R,), which keeps samples together."""
-    # Samples have as many rows in it as they have: the end of a sample's part is the end of its rows.
-    ends = (layout.start + layout.lengths)[layout.sample_of_row]
-    rank = torch.empty_like(order)
-    rank[order] = ends - torch.arange(layout.rows, device=order.device)
-    return rank

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
-from ..rows import before
+from ..rows import counted
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ def verify_rows(
     candidate_rows, candidate_tokens = drafts.rows[:seats], drafts.tokens[:seats]
     count = drafts.real[:seats].sum(-1)
     room = size - 2 * count
-    decoded = (tokens != mask_token_id).cumsum(0)
-    room_for_context = torch.minimum(room, before(decoded, end) - before(decoded, start))
+    decoded = counted(tokens != mask_token_id)
+    room_for_context = torch.minimum(room, decoded[end] - decoded[start])
     if context is not None:
-        committed = drafts.committed.cumsum(0)
-        committed = before(committed, end) - before(committed, start)
-        room_for_context = torch.minimum(room_for_context, committed.clamp(min=context))
+        committed = counted(drafts.committed)
+        most = (committed[end] - committed[start]).clamp(min=context)
+        room_for_context = torch.minimum(room_for_context, most)
     room_for_context = torch.where(count > 0, room_for_context, 0)
 
     place = torch.arange(size, device=device)
