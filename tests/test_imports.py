@@ -125,3 +125,20 @@ def test_the_layering_check_sees_a_relative_import(tmp_path: Path, monkeypatch: 
 def test_nothing_imports_through_the_links(name: str):
     for path in PACKAGE.rglob("*.py"):
         assert name not in {module.partition(".")[0] for module in imported_modules(path)}, path
+
+
+def test_a_package_named_kernels_that_is_looked_for_registers_no_operator_twice():
+    """At the repository's top `import kernels` finds the link; transformers does that to look for a package."""
+    code = """
+import torch, dllm_compile.kernels as ours
+before = {name: getattr(torch.ops.dllm, name).default for name in ("embed", "rms_norm", "row_attention")}
+from transformers.utils import import_utils
+import_utils.is_kernels_available()
+import kernels
+assert kernels is ours, kernels
+assert all(getattr(torch.ops.dllm, name).default is op for name, op in before.items())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
