@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks CASE --json FILE` measures; `gates`, `compare` and `history` judge what was measured."""
+"""`python -m benchmarks CASE --json FILE` measures; `gates`, `compare`, `history` judge it, `pages` shows it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ CASES = {
     "fp8-kernels": "fp8_kernels",
     "fp8-accuracy": "fp8_accuracy",
     "frontier": "frontier",
+    "policies": "policies",
     "verify-kernels": "verify_kernels",
     "ratios": "ratios",
     "small-model": "small_model",
@@ -32,7 +33,7 @@ CASES = {
 }
 """Modules with `add_arguments` and `run`, which returns one row of figures each."""
 
-COMMANDS = {"gates": "gates", "compare": "compare", "history": "history"}
+COMMANDS = {"gates": "gates", "compare": "compare", "history": "history", "pages": "pages"}
 """Modules with `add_arguments` and `main`, which returns the exit status."""
 
 

@@ -68,8 +68,6 @@ class Result:
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if "device" in data:  # as small-model wrote it before it was a case
-                data = {"case": "small-model", "environment": {"card": data["device"], **data}, "rows": data["rows"]}
             return cls(path.name, data["case"], data["environment"], data.get("settings", {}), figures_of(data["rows"]))
         except OSError as error:
             raise ResultError(f"{path} cannot be read: {error.strerror}") from error

@@ -7,9 +7,6 @@ On a CPU the reference makes every step slow: `-n 100 --families arithmetic --no
 from __future__ import annotations
 
 import argparse
-import json
-import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +17,8 @@ from dllm_compile.certify import decibels, relative_error
 from dllm_compile.evaluate import evaluate
 from dllm_compile.models.small.problem import held_out
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "fp8.md"
-BEGIN, END = "<!-- table: fp8-accuracy -->\n", "<!-- end of table -->"
+from .paired_accuracy import FAMILIES, paired
 
-FAMILIES = ("arithmetic", "code", "prose")
 PRECISIONS: dict[str, dict[str, Any]] = {
     "checkpoint": {},
     "FP8, a scale a group": {"fp8_granularity": "group"},
@@ -115,28 +110,7 @@ def _quality(fast: OptimizedModel, error: float) -> dict[str, Any]:
     }
 
 
-def paired(base: tuple[bool, ...], other: tuple[bool, ...]) -> dict[str, Any]:
-    """The same problems under two precisions.
-
-    Returns:
-        gained: solved by `other` alone; lost: by `base` alone; difference: of the solved shares, and difference_error,
-        its standard error from the pairs; p: of McNemar's exact test, both sides.
-    """
-    gained = sum(new and not old for old, new in zip(base, other, strict=True))
-    lost = sum(old and not new for old, new in zip(base, other, strict=True))
-    changed, problems = gained + lost, len(base)
-    mean = (gained - lost) / problems
-    smaller = sum(math.comb(changed, k) for k in range(min(gained, lost) + 1)) / 2**changed
-    return {
-        "gained": gained,
-        "lost": lost,
-        "difference": mean,
-        "difference_error": math.sqrt(max(changed / problems - mean * mean, 0.0) / problems),
-        "p": min(1.0, 2 * smaller),
-    }
-
-
-def tables(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """The tables of docs/fp8.md."""
     rows = result["rows"]
     environment = result["environment"]
@@ -169,19 +143,3 @@ def tables(result: dict[str, Any]) -> str:
         figures = (f"{row[key]:.1f} dB" for key in ("worst_sqnr", "mean_sqnr", "logits_sqnr"))
         lines.append(f"| {name} | " + " | ".join(figures) + " |")
     return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Write the tables of a file of figures into docs/fp8.md: `python -m benchmarks.fp8_accuracy FILE`."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("figures", type=Path)
-    result = json.loads(parser.parse_args().figures.read_text(encoding="utf-8"))
-    before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise SystemExit(f"{DOCS} has no {BEGIN.strip()} ... {END}")
-    DOCS.write_text(before + BEGIN + tables(result) + END + after, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

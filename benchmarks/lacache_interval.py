@@ -13,6 +13,8 @@ from dllm_compile.config import DecodingConfig
 from dllm_compile.evaluate import evaluate
 from dllm_compile.models import load_small, load_small_tokenizer
 
+from .paired_accuracy import paired
+
 # None: the state is filled at the start of a block only.
 INTERVALS = (1, 2, 3, 4, 6, 8, 16, None)
 
@@ -35,7 +37,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for interval in INTERVALS:
         name = "wide, once a block" if interval is None else f"wide, every {interval}"
         configs[name] = plain.replace(cache="lacache", lacache_layers="wide", lacache_interval=interval)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    base: tuple[bool, ...] | None = None
     for name, config in configs.items():
         evaluate(fast, tokenizer, config, family=arguments.family, problems=2, batch_size=2)  # builds the programs
         found = evaluate(
@@ -46,6 +49,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             problems=arguments.problems,
             batch_size=arguments.batch_size,
         )
-        rows.append({"name": name, **found.to_dict()})
+        base = found.solved if base is None else base
+        rows.append({"name": name, **found.to_dict(), **paired(base, found.solved)})
         print(name, found, flush=True)
     return rows

@@ -1,48 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw `docs/lacache_interval.svg` and write `docs/lacache.md`'s table from the committed figures.
-
-python -m benchmarks.plot_lacache_interval benchmarks/results/FILE.json
-"""
+"""The table and the picture of `lacache-interval`."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
-
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-BEGIN, END = "<!-- table: lacache-interval -->\n", "<!-- end of table -->"
-
-
-def main() -> None:
-    """Read a result file, draw, and put the table between its marks."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=Path)
-    arguments = parser.parse_args()
-    result = json.loads(arguments.result.read_text(encoding="utf-8"))
-    page = DOCS / "lacache.md"
-    text = page.read_text(encoding="utf-8")
-    head, rest = text.split(BEGIN)
-    page.write_text(head + BEGIN + table(result) + END + rest.split(END, 1)[1], encoding="utf-8")
-    draw(result["rows"], DOCS / "lacache_interval.svg")
 
 
 def table(result: dict[str, Any]) -> str:
     """Rows of the page's table."""
     environment = result["environment"]
+    where = f"{environment['card']}, torch {environment['torch']}, commit {environment['commit']}"
     lines = [
-        f"{environment['card']}, torch {environment['torch']}, commit {environment['commit']}.",
+        f"{where}; {result['rows'][0]['problems']} held-out problems, {result['rows'][0]['batch_size']} in a batch.",
         "",
-        "| cached layers | solved | forwards a problem | ms a forward |",
-        "|---|---|---|---|",
+        "| cached layers | solved | against uncached, same problems | forwards a problem | ms a forward |",
+        "|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['name']} | {100 * row['accuracy']:.1f} ± {100 * row['accuracy_error']:.1f} % "
-        f"| {row['forwards_per_problem']:.1f} | {_ms(row):.2f} |"
+        f"| {_change(row)} | {row['forwards_per_problem']:.1f} | {_ms(row):.2f} |"
         for row in result["rows"]
     ]
     return "\n".join(lines) + "\n"
+
+
+def _change(row: dict[str, Any]) -> str:
+    """Points lost or gained, with their standard error; nothing in files made before rows were paired."""
+    if "difference" not in row:
+        return ""
+    return f"{100 * row['difference']:+.1f} ± {100 * row['difference_error']:.1f} ({row['p']:.2f})"
 
 
 def _ms(row: dict[str, Any]) -> float:
@@ -76,7 +63,3 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axis.legend()
     figure.tight_layout()
     figure.savefig(path)
-
-
-if __name__ == "__main__":
-    main()
