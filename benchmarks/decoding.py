@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 import dllm_compile
-from dllm_compile import DecodingConfig, OptimizedModel
+from dllm_compile import CompileConfig, DecodingConfig, OptimizedModel
 from dllm_compile.runtime.capacity import Capacity
 from dllm_compile.runtime.layout import Sample
 from dllm_compile.runtime.session import Session
 from dllm_compile.runtime.slots import Slots
+from dllm_compile.runtime.stages import run_compiled, run_plainly
 
 from .models import random_llada
 from .peer_calls import against_peer, check_peers, load_peers
@@ -73,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-calls", action="store_true", help="steps only")
     parser.add_argument("--no-steps", action="store_true", help="calls only")
+    parser.add_argument("--fuse-bookkeeping", action="store_true", help="compile what steps do around their forwards")
+    parser.add_argument("--release", action="store_true", help="FP8 weights replace the model's (for one precision)")
     parser.add_argument(
         "--peer",
         action="append",
@@ -98,7 +101,10 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     add(name="model, eager, whole canvas", batch=1, **_eager(model, arguments))
     for precision in arguments.precisions:
         start = time.perf_counter()
-        fast = dllm_compile.optimize(model, precision=precision)
+        fast = dllm_compile.optimize(
+            model,
+            CompileConfig(precision=precision, release=arguments.release, fuse_bookkeeping=arguments.fuse_bookkeeping),
+        )
         add(name="optimize", precision=precision, seconds=round(time.perf_counter() - start, 1))
         for name, options, batch in () if arguments.no_steps else STEPS:
             if batch in arguments.batches:
@@ -144,7 +150,8 @@ def _step(
     samples = [Sample.plan(i, torch.tensor(prompt), config, mask_id) for i, prompt in enumerate(prompts)]
     slots = Slots.of(samples, None)
     capacity = Capacity.of(samples, batch, slots.rows, config) if config.is_capturable else None
-    session = Session(fast.programs, fast.facts, config, slots.rows, capacity)
+    run = run_compiled if arguments.fuse_bookkeeping else run_plainly
+    session = Session(fast.programs, fast.facts, config, slots.rows, capacity, run=run)
     session.prepare(session.start(samples, [slots.base(sample) for sample in samples], config))
     start = time.perf_counter()
     session.step(refreshing=True)  # compiles
@@ -171,11 +178,12 @@ def _step(
 def _call(
     fast: OptimizedModel, options: dict[str, Any], batch: int, tokens: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """A whole call of `generate`, the second one with captured steps."""
+    """A whole call of `generate` after another one and a warm-up, so that every step it takes is captured."""
     more = {"steps": -(-arguments.answer // tokens)} if options["commit"] == "quota" else {}
     config = DecodingConfig(max_new_tokens=arguments.answer, **options, **more)
     prompts = _prompts(batch, arguments.prompt)
     first = fast.generate(prompts, config).stats
+    warm = fast.warm_up([arguments.prompt] * batch, config)
     if fast.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     stats = fast.generate(prompts, config).stats
@@ -191,6 +199,8 @@ def _call(
         "forwards": stats.forwards,
         "seconds": round(stats.seconds, 3),
         "first_seconds": round(first.seconds, 2),
+        "warm_up_seconds": round(warm.seconds, 2),
+        "warm_up_graphs": warm.graphs,
         "peak_GiB": round(peak, 2),
     }
 
