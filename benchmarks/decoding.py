@@ -103,7 +103,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         start = time.perf_counter()
         fast = dllm_compile.optimize(
             model,
-            CompileConfig(precision=precision, release=arguments.release, fuse_bookkeeping=arguments.fuse_bookkeeping),
+            CompileConfig(precision=precision, fuse_bookkeeping=arguments.fuse_bookkeeping),
+            release=arguments.release,
         )
         add(name="optimize", precision=precision, seconds=round(time.perf_counter() - start, 1))
         for name, options, batch in () if arguments.no_steps else STEPS:
