@@ -28,6 +28,7 @@ VERIFY = {"cache": "flash", "commit": "flash_verify"}
 SMALL = {"window_length": 6, "lookahead": 4, "track": 6}
 RULES = {"product": {"gamma": 0.1}, "per_token": {"gamma": 0.2}}
 LENGTHS = (1, 5, 12, 31)
+STOP = 5  # an id that the model does propose
 
 
 def sharp(seed: int = 4, layers: int = 3, eos_bias: float = 1.0, factor: float = 1.4, **options) -> TinyModel:
@@ -53,12 +54,13 @@ def config_of(rule: str = "product", **options) -> DecodingConfig:
 def test_equals_the_reference(model, rule, new_tokens, eos):
     """Tokens, forwards and computed rows: ragged four (short prompts too, T8), and the first alone; T3 inside."""
     prompts = prompts_of(*LENGTHS, seed=3)
-    config = config_of(rule, max_new_tokens=new_tokens, eos=eos)
+    config = config_of(rule, max_new_tokens=new_tokens, eos=eos, eos_token_id=STOP)
     output, expected = assert_equals_cached(CachedPrograms(model), prompts, config)
     verdicts = [pair for one in expected for pair in one.accepted]
     assert any(kept for _, kept in verdicts), "no draft was accepted"
     assert any(kept < tried for tried, kept in verdicts), "no draft was refused"
     assert output.stats.canvas_tokens <= 4 * new_tokens
+    assert (output.stats.canvas_tokens < 4 * new_tokens) == (eos == "first"), "an end is met, or none is asked for"
     for one in expected:
         assert max(one.commits) <= config.window_length
         assert min(one.commits) >= 1
