@@ -288,7 +288,7 @@ class OptimizedModel(nn.Module):
         *,
         attention_mask: Mask | None = None,
         tokenizer: Any = None,
-        streamer: Streamer | None = None,
+        streamer: Streamer | Sequence[Streamer] | None = None,
         progress: bool = False,
         cancelled: Callable[[], bool] | None = None,
         **options: Any,
@@ -303,7 +303,7 @@ class OptimizedModel(nn.Module):
             attention_mask: (B, T), 1 for tokens and 0 for padding.
             tokenizer: encodes strings as `tokenizer(text)` does, special tokens included, and fills `texts` of the
                 output.
-            streamer: shown the canvas after each step (one prompt only).
+            streamer: shown the canvas after each step; of several prompts a list, one for each.
             progress: show a bar over committed tokens.
             cancelled: asked between steps (e.g. an event's `is_set`); True ends the call with what there is, masks and
                 all.

@@ -23,7 +23,7 @@ from .row_programs import RowPrograms
 from .session import Session, SessionPool, session_key
 from .slots import Slots
 from .streamers import Streamer
-from .watch import Progress, StreamFeed
+from .watch import Progress, StreamFeeds
 
 # Steps between two looks, where nothing waits for one: enough to hide the looks, few enough to waste little at the end.
 _STEPS_BETWEEN_LOOKS = 4
@@ -37,7 +37,7 @@ def decode(
     facts: ModelFacts,
     prompts: Sequence[Tensor],
     config: DecodingConfig,
-    streamer: Streamer | None = None,
+    streamer: Streamer | Sequence[Streamer] | None = None,
     progress: bool = False,
     cancelled: Callable[[], bool] | None = None,
     sessions: SessionPool | None = None,
@@ -49,7 +49,7 @@ def decode(
         facts: ids and limits of the model.
         prompts: B tensors (P,) int64, as `split_prompts` returns them.
         config: how to decode.
-        streamer: shown the canvas after each step; for one prompt only.
+        streamer: shown the canvas after each step; of several prompts a list, one for each.
         progress: show a bar over committed tokens.
         cancelled: asked at every look; True ends the call with what there is.
         sessions: where buffers and captured steps of earlier calls are kept; None makes new ones and captures nothing.
@@ -59,14 +59,14 @@ def decode(
 
     Raises:
         PromptError: a prompt that cannot be decoded (see `check_prompts`), before anything is computed.
-        ConfigError: stop ids outside the vocabulary, or a streamer with several prompts.
+        ConfigError: stop ids outside the vocabulary, or not as many streamers as prompts.
     """
     check_prompts(prompts, facts, config)
     started = time.perf_counter()
     mask_id, stops = check_mask_token(facts), stop_ids(facts, config.eos_token_id)
     samples = [Sample.plan(i, prompt.cpu(), config, mask_id) for i, prompt in enumerate(prompts)]
     slots = Slots.of(samples, config.slots)
-    feed = None if streamer is None else StreamFeed(streamer, samples, facts, stops)
+    feed = None if streamer is None else StreamFeeds(streamer, samples, facts, stops)
     bar = Progress(sum(sample.masks for sample in samples), enabled=progress)
     with borrowed_session(programs, facts, samples, slots, config, sessions) as session:
         loop = _Loop(session, samples, slots, config)
@@ -131,7 +131,7 @@ class _Loop:
         self.rows_before = session.cache.row_forwards
 
     def run(
-        self, check_every: int, feed: StreamFeed | None, bar: Progress, cancelled: Callable[[], bool] | None
+        self, check_every: int, feed: StreamFeeds | None, bar: Progress, cancelled: Callable[[], bool] | None
     ) -> None:
         """Step until every sample has finished. The first step after a look advances every sample, so it ends."""
         session = self.session
@@ -151,7 +151,7 @@ class _Loop:
                 )
             bar.show(sum(seen.masks) + sum(sample.masks for sample in self.waiting))
             if feed is not None:
-                feed.step(session.state.tokens[: self.samples[0].length].cpu(), seen.block[0], done=done[0])
+                feed.step(session.layout.samples, session.state.tokens.cpu(), seen.block, done)
             if cancelled is not None and cancelled():
                 self._give_up(seen)
                 return

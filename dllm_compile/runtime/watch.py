@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who looks on while the loop runs: the streamer and the progress bar."""
+"""Who looks on while the loop runs: streamers and the progress bar."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,22 +22,18 @@ class StreamFeed:
     ends is cut behind its first stop id.
 
     Raises:
-        ConfigError: more than one sample, or a streamer that asks for logits, which are never kept.
+        ConfigError: a streamer that asks for logits, which are never kept.
     """
 
-    def __init__(self, streamer: Streamer, samples: list[Sample], facts: ModelFacts, stops: tuple[int, ...]) -> None:
-        if len(samples) != 1:
-            raise ConfigError(
-                f"A streamer shows one canvas, but there are {len(samples)} prompts: decode them one at a time, or "
-                "without a streamer"
-            )
+    def __init__(self, streamer: Streamer, sample: Sample, facts: ModelFacts, stops: tuple[int, ...]) -> None:
         if getattr(streamer, "_takes_logits", False):
             raise ConfigError("This streamer asks for logits, which are never kept: use one that takes tokens")
         if getattr(streamer, "mask_token_id", 0) is None:
             streamer.mask_token_id = facts.mask_token_id  # type: ignore[attr-defined]
-        self._streamer, self._sample, self._stops = streamer, samples[0], stops
+        self._streamer, self._sample, self._stops = streamer, sample, stops
         self._block = 0
         self._put = 0  # canvas positions handed over
+        self._ended = False
         if not self._sample.infill:
             self._hand_prompt(self._sample.prompt)
 
@@ -67,10 +64,56 @@ class StreamFeed:
         put_draft = getattr(self._streamer, "put_draft", None)
         if put_draft is not None and not done:
             put_draft(value=tokens[None, self._put :].clone())
+        if done:
+            self.end()
 
     def end(self) -> None:
-        """Tell the streamer that nothing follows."""
-        self._streamer.end()
+        """Tell the streamer, once, that nothing follows."""
+        if not self._ended:
+            self._ended = True
+            self._streamer.end()
+
+
+class StreamFeeds:
+    """A feed for each prompt of a call, whichever of them are decoded at the moment.
+
+    Raises:
+        ConfigError: not as many streamers as prompts.
+    """
+
+    def __init__(
+        self,
+        streamer: Streamer | Sequence[Streamer],
+        samples: Sequence[Sample],
+        facts: ModelFacts,
+        stops: tuple[int, ...],
+    ) -> None:
+        streamers = streamer if isinstance(streamer, list | tuple) else (streamer,)
+        if len(streamers) != len(samples):
+            raise ConfigError(
+                f"A streamer shows one canvas, and {len(streamers)} came with {len(samples)} prompts: pass a list of "
+                "streamers, one for each prompt, or none"
+            )
+        pairs = zip(streamers, samples, strict=True)
+        self._feeds = {sample.index: StreamFeed(one, sample, facts, stops) for one, sample in pairs}
+
+    def step(self, samples: Sequence[Sample], tokens: Tensor, block: Sequence[int], done: Sequence[bool]) -> None:
+        """Look at the canvases after a step.
+
+        Args:
+            samples: those that are decoded now.
+            tokens: their canvases one behind the other, on the CPU.
+            block, done: as in `StreamFeed.step`, for each.
+        """
+        begin = 0
+        for sample, in_block, ended in zip(samples, block, done, strict=True):
+            self._feeds[sample.index].step(tokens[begin : begin + sample.length], in_block, done=ended)
+            begin += sample.length
+
+    def end(self) -> None:
+        """Nothing follows, for anyone."""
+        for feed in self._feeds.values():
+            feed.end()
 
 
 class Progress:

@@ -113,8 +113,9 @@ def test_streaming_changes_nothing_and_tells_everything(eos, rule):
 
 def test_refusals():
     config = DecodingConfig(max_new_tokens=4)
-    with pytest.raises(ConfigError, match="2 prompts"):
-        decode(scripted([1] * 6), FACTS, prompts_of(2, 2), config, streamer=Recorder())
+    for streamer in (Recorder(), [Recorder()], [Recorder()] * 3):
+        with pytest.raises(ConfigError, match="with 2 prompts: pass a list of streamers, one for each prompt"):
+            decode(scripted([1] * 6), FACTS, prompts_of(2, 2), config, streamer=streamer)
     wants_logits = Recorder()
     wants_logits._takes_logits = True
     with pytest.raises(ConfigError, match="logits"):
@@ -267,3 +268,36 @@ def test_streaming_of_policies(policy):
         assert told == shown.sequences[0, 5 : 5 + len(told)].tolist()
         assert told[: len(shown.answers[0])] == shown.answers[0].tolist()
         assert len(told) <= len(shown.answers[0]) + 1 or EOS in told
+
+
+VERIFY = {"cache": "flash", "window_length": 5, "lookahead": 4, "track": 6, "commit": "flash_verify", "gamma": 0.1}
+
+
+@pytest.mark.parametrize("policy", ["none", "dual", "flash", "dkv every 3", "prefix, dpad", "verify"])
+@pytest.mark.parametrize("slots", [None, 2])
+def test_streaming_of_a_queue(policy, slots):
+    """A streamer for each prompt is told what it would be told alone, piece by piece, whoever waits meanwhile."""
+    model = TinyModel(seed=2, eos_bias=3.0, layers=3)
+    prompts = prompts_of(5, 2, 9, 1, 4, seed=3)
+    options = VERIFY if policy == "verify" else POLICIES.get(policy, {})
+    config = DecodingConfig(**{"max_new_tokens": 18, "block_length": 6, "threshold": 0.5, **options})
+    recorders = [DraftRecorder() for _ in prompts]
+    shown = decode(CachedPrograms(model), FACTS, prompts, config.replace(slots=slots), streamer=recorders)
+    silent = decode(CachedPrograms(model), FACTS, prompts, config.replace(slots=slots))
+    assert torch.equal(silent.sequences, shown.sequences)
+    for i, (prompt, recorder) in enumerate(zip(prompts, recorders, strict=True)):
+        alone = DraftRecorder()
+        decode(CachedPrograms(model), FACTS, [prompt], config.replace(seed=i), streamer=alone)
+        assert recorder.events == alone.events
+        assert recorder.events[-1] == ("end", None)
+        assert [kind for kind, _ in recorder.events].count("end") == 1
+
+
+def test_a_queue_that_is_cancelled_ends_every_streamer():
+    model, prompts = TinyModel(seed=2, layers=3), prompts_of(5, 2, 9, seed=3)
+    config = DecodingConfig(max_new_tokens=12, block_length=6, cache="dual", slots=2, eos="none")
+    recorders, looks = [Recorder() for _ in prompts], iter([False] * 7 + [True])
+    decode(CachedPrograms(model), FACTS, prompts, config, streamer=recorders, cancelled=lambda: next(looks))
+    for prompt, recorder, blocks in zip(prompts, recorders, (1, 1, 0), strict=True):
+        assert recorder.events[0] == ("put", [prompt.tolist()])
+        assert [kind for kind, _ in recorder.events] == ["put"] * (1 + blocks) + ["end"]
