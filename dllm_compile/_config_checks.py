@@ -37,6 +37,7 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "lookahead": ("cache", ("flash",)),
     "track": ("cache", ("flash",)),
     "score_layers": ("cache", ("flash",)),
+    "pin": ("commit", ("flash_verify",)),
     "gamma": ("commit", ("flash_verify",)),
     "verify_rule": ("commit", ("flash_verify",)),
     "verify_candidates": ("commit", ("flash_verify",)),

@@ -31,6 +31,7 @@ LastRank = Literal["strict", "released"]
 Cache = Literal["none", "lacache", "prefix", "dual", "vicinity", "dkv", "flash"]
 Suffix = Literal["all", "dpad", "window"]
 ScoreLayers = Literal["upper", "all"]
+Pin = Literal["all", "released"]
 NewShapes = Literal["capture", "eager", "raise"]
 Precision = Literal["checkpoint", "fp8", "auto"]
 Granularity = Literal["group", "row", "tensor"]
@@ -171,6 +172,8 @@ class DecodingConfig(_Replaceable):
         track: with "flash", decoded rows that are computed as well, tokens of the step before always among them;
             negative: every row, which is exact.
         score_layers: with "flash", layers that add to the score: "upper" from the third on, or "all".
+        pin: with "flash_verify", tokens of the step before that are always tracked: "all" of them; "released"
+            reproduces Flash-dLLM's code, which forgets those of the step's first forward.
         suffix: which masks behind the block are seen and computed: "all"; "dpad" drops more of them the farther they
             are (DPad); "window" keeps the nearest. Drawn anew at each block.
         suffix_window: with "dpad" and "window", masks behind it are dropped.
@@ -219,6 +222,7 @@ class DecodingConfig(_Replaceable):
     lookahead: int = 48
     track: int = 64
     score_layers: ScoreLayers = "upper"
+    pin: Pin = "all"
     suffix: Suffix = "all"
     suffix_window: int = 256
     k_sigma: float = 4.0
@@ -270,6 +274,7 @@ class DecodingConfig(_Replaceable):
         one_of("cache", self.cache, Cache)
         one_of("suffix", self.suffix, Suffix)
         one_of("score_layers", self.score_layers, ScoreLayers)
+        one_of("pin", self.pin, Pin)
         check_belonging(self, BELONGS_TO)
         if self.cache == "flash" and self.eos == "block":
             raise ConfigError("cache='flash' has no blocks, so eos='block' means nothing there: use 'first' or 'none'")

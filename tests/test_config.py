@@ -46,7 +46,7 @@ def config_with(name: str, value: object) -> DecodingConfig:
 
 def test_every_field_is_checked():
     """A field that is added must be put into a table or be a choice of words."""
-    words = {"commit", "verify_rule", "last_rank", "remasking", "eos", "cache", "score_layers", "suffix"}
+    words = {"commit", "verify_rule", "last_rank", "remasking", "eos", "cache", "score_layers", "pin", "suffix"}
     by_hand = {"eos_token_id", "lacache_layers"}
     fields = {field.name for field in dataclasses.fields(DecodingConfig)}
     assert fields == words | by_hand | set(INTEGERS) | set(NUMBERS) | set(SWITCHES)
@@ -184,6 +184,8 @@ VERIFY = {"cache": "flash", "commit": "flash_verify"}
         ({"verify_rows": 24, "verify_candidates": 9}, ("verify_rows=24", "25")),
         ({"commit": "threshold", "gamma": 0.8}, ("gamma", "flash_verify", "'threshold'")),
         ({"commit": None, "threshold": 0.9, "verify_rule": "per_token"}, ("verify_rule", "flash_verify")),
+        ({"commit": "threshold", "pin": "released"}, ("pin", "flash_verify", "'threshold'")),
+        ({"pin": "none"}, ("pin='none'", "'all'", "'released'")),
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ class CanvasState:
     Attributes:
         tokens: (R + 1,) int64. The last entry is a spare place: what is not committed is written there, which keeps
             the scatter free of data-dependent shapes.
-        fresh: (R + 1,) bool, tokens that were committed in the sample's last step.
+        fresh: (R + 1,) bool, tokens that were committed in the sample's last step and must be computed in the next.
         keep: (R,) bool, rows that are seen and computed at all while the current block is decoded (suffix policies).
         rank: (R,) int64, count of kept rows of the sample in front of a row: where it lies among what is computed.
         kept: (S,) int64, kept rows of each sample.

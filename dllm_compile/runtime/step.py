@@ -188,7 +188,8 @@ def accept_step(
     places = torch.where(accepted, rows, layout.rows).flatten()
     state.tokens[places] = tokens.flatten()
     state.verified.add_(drafts.real.any(-1))
-    _end_step(rule, constants, layout, state, drafts.committed | _flagged(state, places), refreshing, look)
+    fresh = rule.fresh(drafts.committed, _flagged(state, places))
+    _end_step(rule, constants, layout, state, fresh, refreshing, look)
 
 
 def _active(state: CanvasState, refreshing: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ def _end_step(
 
     Args:
         rule, constants, layout, state, refreshing, look: as in `decode_step`.
-        fresh: (R,) bool, what this step has committed; None where nobody asks.
+        fresh: (R,) bool, what this step has committed and the next one must compute; None where nobody asks.
     """
     active, of_row = _active(state, refreshing), layout.sample_of_row
     if fresh is not None:

@@ -35,6 +35,7 @@ class CacheOptions:
     lookahead: int = 48
     track: int = 64
     score_layers: str = "upper"
+    pin: str = "all"
     suffix: str = "all"
     suffix_window: int = 256
     k_sigma: float = 4.0

@@ -140,10 +140,11 @@ def verify_decode(
         for p in accepted:
             canvas.ids[p] = found[p][0]
 
-        last = taken + accepted
-        result.commits.append(len(last))
-        if not ended and options.eos in ("first", "rightmost") and canvas.stops(last):
-            end, ended = (min if options.eos == "first" else max)(canvas.stops(last)) + 1, True
+        both = taken + accepted
+        last = both if policy.pin == "all" else accepted  # the released code overwrites the first forward's count
+        result.commits.append(len(both))
+        if not ended and options.eos in ("first", "rightmost") and canvas.stops(both):
+            end, ended = (min if options.eos == "first" else max)(canvas.stops(both)) + 1, True
         steps += 1
     _fill(canvas.ids, end, options)
     result.decoded = end - canvas.start

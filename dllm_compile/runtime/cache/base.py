@@ -117,6 +117,15 @@ class CacheRule:
         """Candidates among the columns (S, w) of the current block: (S, m) int64 ascending; None for all of them."""
         return None
 
+    def fresh(self, drafted: Tensor, accepted: Tensor) -> Tensor:
+        """(R,) bool, what `CanvasState.fresh` holds after a step of two forwards.
+
+        Args:
+            drafted: (R,) bool, tokens that the first forward committed.
+            accepted: (R,) bool, tokens that the second one committed.
+        """
+        return drafted | accepted
+
     def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
         """(S,) bool: samples whose next step must compute all their rows.
 

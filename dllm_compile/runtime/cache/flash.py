@@ -15,7 +15,7 @@ A verify pass (`commit="flash_verify"`) reads the cache that the step's forward 
 context is tracked rows' order once more: tokens of the step's forward, then of the step before, then by score.
 
 Differences to the released code, each with its reason: all tokens of the step before are tracked (the code loses those
-of its draft stage); keys end at P + G exactly and nothing is committed behind it; an answer ends at the leftmost stop
+of its draft stage, and `pin="released"` does so, too); keys end at P + G exactly and nothing is committed behind it; an answer ends at the leftmost stop
 id. Masks behind a known end stay masks until the sample is done, as there: they are seen, but no candidates.
 """
 
@@ -58,6 +58,7 @@ class FlashRule(RowRule):
         near: most masks of a sample that are computed.
         track: decoded rows of a sample that are computed, where no more of them are fresh.
         mask_token_id: id of a masked position.
+        pins_drafts: tokens of a step's first forward are tracked in the next one like those of its second.
     """
 
     tracks_commits: ClassVar[bool] = True
@@ -66,6 +67,7 @@ class FlashRule(RowRule):
     near: int
     track: int
     mask_token_id: int
+    pins_drafts: bool = True
 
     @property
     def most_columns(self) -> int:
@@ -78,6 +80,10 @@ class FlashRule(RowRule):
         wanted = torch.arange(min(self.window, width), device=masked.device).repeat(masked.shape[0], 1)
         found = torch.searchsorted(masked.cumsum(-1), wanted, right=True)
         return torch.where(found < width, found, masked.int().argmin(-1, keepdim=True))
+
+    def fresh(self, drafted: Tensor, accepted: Tensor) -> Tensor:
+        """See `CacheRule.fresh`."""
+        return drafted | accepted if self.pins_drafts else accepted
 
     def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
         """Never again: there is no periodic refresh."""
@@ -115,6 +121,7 @@ class FlashCache(RowSubset):
             near=config.window_length + config.lookahead,
             track=config.track,
             mask_token_id=mask_token_id,
+            pins_drafts=config.pin == "all",
         )
         super().__init__(programs, cache_rows, rule)
         self._layers = scored_layers(config, programs.shape.layers)
