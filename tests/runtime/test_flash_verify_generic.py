@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dllm_compile.config import DecodingConfig
+from dllm_compile.runtime import step as step_module
 from dllm_compile.runtime.cache import Look, cache_policy, row_subset
 from dllm_compile.runtime.engine import decode
 from dllm_compile.runtime.layout import Layout, Sample
@@ -185,3 +186,21 @@ def test_refreshing_everything_with_no_acceptance_is_the_window_without_a_cache(
     plain = DecodingConfig(cache="flash", threshold=0.6, max_new_tokens=20, **{**SMALL, "track": -1})
     verified, confident = (decode(CachedPrograms(model), FACTS, prompts, one) for one in (config, plain))
     assert torch.equal(verified.sequences, confident.sequences)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_layer_is_exact_only_if_all_tokens_of_a_step_are_tracked(rule, monkeypatch):
+    """G2, and 10.6: pinning accepted tokens alone, as the released code does, leaves rows of masks behind."""
+    model = sharp(seed=2, layers=1)
+    config = config_of(rule, **{**SMALL, "track": 0, "lookahead": 0}, eos="none")
+    prompts = prompts_of(*LENGTHS, seed=8)
+    fresh = decode(CachedPrograms(model), FACTS, prompts, config.replace(track=-1)).sequences
+    assert torch.equal(decode(CachedPrograms(model), FACTS, prompts, config).sequences, fresh)
+    original = step_module.accept_step
+
+    def forgetful(rule, constants, layout, state, drafts, *rest):
+        lost = dataclasses.replace(drafts, committed=torch.zeros_like(drafts.committed))
+        return original(rule, constants, layout, state, lost, *rest)
+
+    monkeypatch.setattr(step_module, "accept_step", forgetful)
+    assert not torch.equal(decode(CachedPrograms(model), FACTS, prompts, config).sequences, fresh)
