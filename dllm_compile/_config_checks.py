@@ -23,6 +23,8 @@ RULE_PARAMETER: dict[str, str] = {
 # By verify rule. The product rule's is that of the released scripts for GSM8K; none is published for the other one,
 # which compares every probability by itself and so needs a larger one for the same risk.
 GAMMA_DEFAULTS: dict[str, float] = {"product": 0.8, "per_token": 0.9}
+# Flash-dLLM's released code ends a sample's keys at the next larger multiple of this.
+RELEASED_KEY_BLOCK = 128
 
 # Options that only mean something for some values of another one.
 BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -37,6 +39,7 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "lookahead": ("cache", ("flash",)),
     "track": ("cache", ("flash",)),
     "score_layers": ("cache", ("flash",)),
+    "key_end": ("cache", ("flash",)),
     "pin": ("commit", ("flash_verify",)),
     "gamma": ("commit", ("flash_verify",)),
     "verify_rule": ("commit", ("flash_verify",)),

@@ -11,6 +11,7 @@ from ._config_checks import (
     BELONGS_TO,
     FP8_BELONGS_TO,
     GAMMA_DEFAULTS,
+    RELEASED_KEY_BLOCK,
     RULE_DEFAULTS,
     RULE_PARAMETER,
     check_belonging,
@@ -32,6 +33,7 @@ Cache = Literal["none", "lacache", "prefix", "dual", "vicinity", "dkv", "flash"]
 Suffix = Literal["all", "dpad", "window"]
 ScoreLayers = Literal["upper", "all"]
 Pin = Literal["all", "released"]
+KeyEnd = Literal["exact", "released"]
 NewShapes = Literal["capture", "eager", "raise"]
 Precision = Literal["checkpoint", "fp8", "auto"]
 Granularity = Literal["group", "row", "tensor"]
@@ -172,6 +174,9 @@ class DecodingConfig(_Replaceable):
         track: with "flash", decoded rows that are computed as well, tokens of the step before always among them;
             negative: every row, which is exact.
         score_layers: with "flash", layers that add to the score: "upper" from the third on, or "all".
+        key_end: with "flash", where the keys of a sample end: "exact" is its canvas; "released" reproduces Flash-dLLM's
+            code, which rounds up to the next multiple of 128 (never none) and attends to eos ids there. Nothing is
+            committed in these rows, and the model's length must hold them.
         pin: with "flash_verify", tokens of the step before that are always tracked: "all" of them; "released"
             reproduces Flash-dLLM's code, which forgets those of the step's first forward.
         suffix: which masks behind the block are seen and computed: "all"; "dpad" drops more of them the farther they
@@ -222,6 +227,7 @@ class DecodingConfig(_Replaceable):
     lookahead: int = 48
     track: int = 64
     score_layers: ScoreLayers = "upper"
+    key_end: KeyEnd = "exact"
     pin: Pin = "all"
     suffix: Suffix = "all"
     suffix_window: int = 256
@@ -274,6 +280,7 @@ class DecodingConfig(_Replaceable):
         one_of("cache", self.cache, Cache)
         one_of("suffix", self.suffix, Suffix)
         one_of("score_layers", self.score_layers, ScoreLayers)
+        one_of("key_end", self.key_end, KeyEnd)
         one_of("pin", self.pin, Pin)
         check_belonging(self, BELONGS_TO)
         if self.cache == "flash" and self.eos == "block":
@@ -351,6 +358,10 @@ class DecodingConfig(_Replaceable):
     def has_blocks(self) -> bool:
         """Whether blocks are decoded one after the other; else a window slides over the masks."""
         return self.cache != "flash"
+
+    def padding_of(self, length: int) -> int:
+        """Rows that a sample sees behind its canvas of `length` rows."""
+        return 0 if self.key_end == "exact" else RELEASED_KEY_BLOCK - length % RELEASED_KEY_BLOCK
 
     @property
     def waits_for_looks(self) -> bool:

@@ -46,7 +46,18 @@ def config_with(name: str, value: object) -> DecodingConfig:
 
 def test_every_field_is_checked():
     """A field that is added must be put into a table or be a choice of words."""
-    words = {"commit", "verify_rule", "last_rank", "remasking", "eos", "cache", "score_layers", "pin", "suffix"}
+    words = {
+        "commit",
+        "verify_rule",
+        "last_rank",
+        "remasking",
+        "eos",
+        "cache",
+        "score_layers",
+        "key_end",
+        "pin",
+        "suffix",
+    }
     by_hand = {"eos_token_id", "lacache_layers"}
     fields = {field.name for field in dataclasses.fields(DecodingConfig)}
     assert fields == words | by_hand | set(INTEGERS) | set(NUMBERS) | set(SWITCHES)

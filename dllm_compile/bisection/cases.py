@@ -23,7 +23,7 @@ from ..passes import (
 from ..passes.graph import placeholders
 from ..passes.insert_verify import OWN_BUFFERS
 from ..runtime.block_tiles import block_tile_table
-from ..runtime.cache.flash import scored_layers
+from ..runtime.cache.flash_rule import scored_layers
 from ..runtime.cache.lacache import allocate as allocate_state
 from ..runtime.cache.lacache import cached_layers
 from ..runtime.cache.row_subset import allocate

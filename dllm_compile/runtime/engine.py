@@ -180,7 +180,7 @@ class _Loop:
             if not session.constants.fills_at_once:
                 last = min(last, ends[i])
             self.finished[sample.index] = FinishedRow(
-                tokens=tokens[offset : offset + sample.length].clone(),
+                tokens=tokens[offset : offset + sample.canvas].clone(),
                 prompt_length=len(sample.prompt),
                 decoded=last - len(sample.prompt),
                 forwards=forwards[i],
@@ -192,6 +192,6 @@ class _Loop:
         self._harvest(range(len(look.due)))
         mask_id = self.session.constants.mask_token_id
         for sample in self.waiting:
-            tokens = torch.full((sample.length,), mask_id)
+            tokens = torch.full((sample.canvas,), mask_id)
             tokens[: len(sample.prompt)] = sample.prompt
             self.finished[sample.index] = FinishedRow(tokens, len(sample.prompt), decoded=0, forwards=0)

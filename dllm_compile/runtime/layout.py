@@ -24,10 +24,12 @@ class Sample:
     Attributes:
         index: place of the prompt in the call.
         prompt: (P,) int64 on the CPU.
-        length: canvas length N = P + G.
+        length: rows N + padding, where N = P + G is the length of the canvas.
         blocks: canvas positions of each block in decoding order, each (n,) int64 ascending. Without blocks one that
             holds every mask.
         infill: whether the first block is the one of the masks inside the prompt.
+        padding: rows behind the canvas, which are seen and belong to no block. Masks stand there, too, since nothing
+            has been decoded; what the model is shown instead, the cache policy decides.
     """
 
     index: int
@@ -35,23 +37,29 @@ class Sample:
     length: int
     blocks: tuple[Tensor, ...]
     infill: bool
+    padding: int = 0
 
     @classmethod
     def plan(cls, index: int, prompt: Tensor, config: DecodingConfig, mask_token_id: int) -> Sample:
         """Lay out the blocks of one sample: the prompt's masks (if any), then the answer from left to right."""
-        start, length = len(prompt), len(prompt) + config.max_new_tokens
+        start, canvas = len(prompt), len(prompt) + config.max_new_tokens
         holes = torch.nonzero(prompt == mask_token_id).flatten()
         if not config.has_blocks:
-            masks = torch.cat((holes, torch.arange(start, length)))
-            return cls(index, prompt, length, (masks,), infill=len(holes) > 0)
-        answer = torch.arange(start, length).split(config.block_length)
+            masks, padding = torch.cat((holes, torch.arange(start, canvas))), config.padding_of(canvas)
+            return cls(index, prompt, canvas + padding, (masks,), infill=len(holes) > 0, padding=padding)
+        answer = torch.arange(start, canvas).split(config.block_length)
         infill = len(holes) > 0
-        return cls(index, prompt, length, ((holes,) if infill else ()) + tuple(answer), infill)
+        return cls(index, prompt, canvas, ((holes,) if infill else ()) + tuple(answer), infill)
+
+    @property
+    def canvas(self) -> int:
+        """N, canvas length."""
+        return self.length - self.padding
 
     @property
     def masks(self) -> int:
-        """Masked positions at the beginning."""
-        return sum(len(block) for block in self.blocks)
+        """Masked positions at the beginning, those of the padding included."""
+        return sum(len(block) for block in self.blocks) + self.padding
 
     def span(self, block: int) -> tuple[int, int]:
         """First and end canvas position of a block; an infill block may have gaps between them."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..config import DecodingConfig
-from ..errors import EmptyPromptError, MaskTokenError, PaddingError, PromptError, PromptTooLongError
-from .facts import ModelFacts
+from ..errors import ConfigError, EmptyPromptError, MaskTokenError, PaddingError, PromptError, PromptTooLongError
+from .facts import ModelFacts, stop_ids
 
 __all__ = ["ModelFacts", "check_mask_token", "check_prompts", "split_prompts"]
 
@@ -126,10 +126,13 @@ def check_prompts(prompts: Sequence[Tensor], facts: ModelFacts, config: Decoding
         EmptyPromptError: a prompt has no tokens.
         PromptError: there are no prompts, or one holds an id outside the vocabulary.
         PromptTooLongError: prompt and new tokens exceed the model's length.
+        ConfigError: an option needs an eos id, and there is none.
     """
     mask_id = check_mask_token(facts)
     if not prompts:
         raise PromptError("There are no prompts: pass at least one")
+    if config.key_end == "released" and not stop_ids(facts, config.eos_token_id):
+        raise ConfigError("key_end='released' fills with eos ids, and the model states none: set eos_token_id")
     for i, prompt in enumerate(prompts):
         _check_prompt(i, prompt, facts, config, mask_id)
 
@@ -168,6 +171,12 @@ def _check_prompt(index: int, prompt: Tensor, facts: ModelFacts, config: Decodin
         raise PromptTooLongError(
             f"Prompt {index} has {len(prompt)} tokens and max_new_tokens is {config.max_new_tokens}: together {length} "
             f"positions, but the model's max_sequence_length is {limit}. {advice}"
+        )
+    padding = config.padding_of(length)
+    if limit is not None and length + padding > limit:
+        raise PromptTooLongError(
+            f"Prompt {index}: key_end='released' needs {padding} positions behind its canvas of {length}, but the "
+            f"model's max_sequence_length is {limit}. Use key_end='exact', or shorten the prompt or max_new_tokens"
         )
     if not config.infill and bool((prompt == mask_id).any()):
         raise MaskTokenError(

@@ -61,6 +61,7 @@ def decode_step(
         rows=asked.rows.flatten(),
         refreshing=now,
         mask_token_id=constants.mask_token_id,
+        fill_id=constants.fill_id,
         banned=constants.banned,
         seeds=None if asked.seeds is None or constants.temperature is None else asked.seeds.flatten(),
         temperature=constants.temperature,

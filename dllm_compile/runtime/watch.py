@@ -107,7 +107,7 @@ class StreamFeeds:
         """
         begin = 0
         for sample, in_block, ended in zip(samples, block, done, strict=True):
-            self._feeds[sample.index].step(tokens[begin : begin + sample.length], in_block, done=ended)
+            self._feeds[sample.index].step(tokens[begin : begin + sample.canvas], in_block, done=ended)
             begin += sample.length
 
     def end(self) -> None:

@@ -35,6 +35,7 @@ class CacheOptions:
     lookahead: int = 48
     track: int = 64
     score_layers: str = "upper"
+    key_end: str = "exact"
     pin: str = "all"
     suffix: str = "all"
     suffix_window: int = 256
@@ -58,11 +59,15 @@ class CachedResult:
 class _Canvas:
     """The canvas, its cache (two with guidance) and one forward."""
 
-    def __init__(self, model: RowModel, prompt: Sequence[int], options: PlainOptions) -> None:
+    def __init__(self, model: RowModel, prompt: Sequence[int], options: PlainOptions, key_end: str = "exact") -> None:
         self.options = options
         self.start = len(prompt)
+        self.end = self.start + options.max_new_tokens
         self.ids = list(prompt) + [options.mask_id] * options.max_new_tokens
+        if key_end == "released":
+            self.ids += [options.fill_id] * ((self.end // 128 + 1) * 128 - self.end)
         self.length = len(self.ids)
+        self.pads = list(range(self.end, self.length))
         self.given = [i < self.start and self.ids[i] != options.mask_id for i in range(self.length)]
         self.stale = StaleCanvas(model, self.length)
         self.blind = StaleCanvas(model, self.length)
@@ -108,6 +113,12 @@ class _Canvas:
         for position in taken:
             self.ids[position] = proposals[position][0]
         return taken
+
+    def finish(self, end: int) -> None:
+        """The answer ends at `end`; what lies behind the canvas is no part of the result."""
+        _fill(self.ids, end, self.options)
+        self.result.canvas = self.ids[: self.end]
+        self.result.decoded = end - self.start
 
     def stops(self, positions: Sequence[int]) -> list[int]:
         return [i for i in positions if i >= self.start and self.ids[i] in self.options.stop_ids]
@@ -219,11 +230,11 @@ def keep_probability(distance: int, policy: CacheOptions) -> float:
 def _sliding(
     model: RowModel, prompt: Sequence[int], options: PlainOptions, policy: CacheOptions, index: int
 ) -> CachedResult:
-    canvas = _Canvas(model, prompt, options)
+    canvas = _Canvas(model, prompt, options, policy.key_end)
     everything = list(range(canvas.length))
     layers = list(range(2 if policy.score_layers == "upper" and model.layers > 2 else 0, model.layers))
     n = len(canvas.masked(everything))
-    seed, steps, end, ended = options.seed + index, 0, canvas.length, False
+    seed, steps, end, ended = options.seed + index, 0, canvas.end, False
     scores: dict[int, float] = {}
     last: list[int] = []
     while [p for p in canvas.masked(everything) if p < end]:
@@ -232,11 +243,11 @@ def _sliding(
         full = steps == 0 or policy.track < 0
         rows = everything
         if not full:
-            decoded = [p for p in everything if p not in masked]
+            decoded = [p for p in everything if p not in masked + canvas.pads]
             ascending = sorted(decoded, key=lambda p: (p in last, scores[p], p))
             budget = max(policy.track, len(last))
             tracked = ascending[len(ascending) - budget :] if budget < len(ascending) else ascending
-            rows = sorted(masked[: policy.window_length + policy.lookahead] + tracked)
+            rows = sorted((masked + canvas.pads)[: policy.window_length + policy.lookahead] + tracked)
         logits = canvas.forward(rows, everything, full=full)
         canvas.result.windows.append(window)
         scores = canvas.stale.scores(window, layers)
@@ -245,6 +256,5 @@ def _sliding(
         steps += 1
         if options.eos in ("first", "rightmost") and not ended and canvas.stops(last):
             end, ended = (min if options.eos == "first" else max)(canvas.stops(last)) + 1, True
-    _fill(canvas.ids, end, options)
-    canvas.result.decoded = end - canvas.start
+    canvas.finish(end)
     return canvas.result

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .cached_loop import CachedResult, CacheOptions, _Canvas
-from .plain_loop import PlainOptions, _fill, _propose, count_threshold
+from .plain_loop import PlainOptions, _propose, count_threshold
 from .stale_rows import StaleCanvas, dense_attention
 
 
@@ -103,11 +103,11 @@ def verify_decode(
     model: object, prompt: Sequence[int], options: PlainOptions, policy: CacheOptions, verify: VerifyOptions
 ) -> VerifyResult:
     """Decode one prompt, greedily."""
-    canvas = _Canvas(model, prompt, options)
+    canvas = _Canvas(model, prompt, options, policy.key_end)
     canvas.result = result = VerifyResult(canvas.ids)
     everything = list(range(canvas.length))
     layers = list(range(2 if policy.score_layers == "upper" and model.layers > 2 else 0, model.layers))
-    end, ended, steps = canvas.length, False, 0
+    end, ended, steps = canvas.end, False, 0
     scores: dict[int, float] = {}
     last: list[int] = []
     while [p for p in canvas.masked(everything) if p < end]:
@@ -116,10 +116,10 @@ def verify_decode(
         full = steps == 0 or policy.track < 0
         rows = everything
         if not full:
-            decoded = [p for p in everything if p not in masked]
+            decoded = [p for p in everything if p not in masked + canvas.pads]
             ascending = sorted(decoded, key=lambda p: (p in last, scores[p], p))
             tracked = ascending[-max(policy.track, len(last)) :] if max(policy.track, len(last)) > 0 else []
-            rows = sorted(masked[: policy.window_length + policy.lookahead] + tracked)
+            rows = sorted((masked + canvas.pads)[: policy.window_length + policy.lookahead] + tracked)
         logits = canvas.forward(rows, everything, full=full)
         result.windows.append(window)
         scores = canvas.stale.scores(window, layers)
@@ -146,8 +146,7 @@ def verify_decode(
         if not ended and options.eos in ("first", "rightmost") and canvas.stops(both):
             end, ended = (min if options.eos == "first" else max)(canvas.stops(both)) + 1, True
         steps += 1
-    _fill(canvas.ids, end, options)
-    result.decoded = end - canvas.start
+    canvas.finish(end)
     return result
 
 
@@ -165,7 +164,7 @@ def _verified(
     room = verify.rows - 2 * len(left)
     if verify.context is not None:
         room = min(room, max(verify.context, len(taken)))
-    decoded = [p for p in range(canvas.length) if canvas.ids[p] != options.mask_id]
+    decoded = [p for p in range(canvas.end) if canvas.ids[p] != options.mask_id]
     ascending = sorted(decoded, key=lambda p: (2 if p in taken else 1 if p in last else 0, scores[p], p))
     context = ascending[max(0, len(ascending) - room) :]
     assert set(taken) <= set(context), "a token of this step's first forward has no row of its own"

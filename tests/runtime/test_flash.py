@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dllm_compile.config import DecodingConfig
-from dllm_compile.runtime.cache.flash import scored_layers
+from dllm_compile.runtime.cache.flash_rule import scored_layers
 from dllm_compile.runtime.engine import decode
 
 from .policies import rows_of

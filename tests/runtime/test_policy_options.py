@@ -18,6 +18,7 @@ FOREIGN = {
     "lookahead": (8, ("flash",)),
     "track": (8, ("flash",)),
     "score_layers": ("all", ("flash",)),
+    "key_end": ("released", ("flash",)),
     "lacache_layers": ("wide", ("lacache",)),
     "lacache_interval": (4, ("lacache",)),
 }
@@ -52,6 +53,7 @@ def test_options_belong_to_a_suffix(option, suffix):
         {"cache": "kv"},
         {"suffix": "gaussian"},
         {"cache": "flash", "score_layers": "some"},
+        {"cache": "flash", "key_end": 128},
         {"cache": "dual", "refresh_interval": 0},
         {"cache": "dual", "refresh_interval": 2.5},
         {"cache": "vicinity", "prefix_look": -1},

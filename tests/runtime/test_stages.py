@@ -20,7 +20,7 @@ from dllm_compile._compat import can_compile
 from dllm_compile.config import DecodingConfig
 from dllm_compile.errors import ConfigError
 from dllm_compile.runtime import stages
-from dllm_compile.runtime.cache.flash import FlashRule
+from dllm_compile.runtime.cache.flash_rule import FlashRule
 from dllm_compile.runtime.cache.score_order import order_by_score, rank_from_end
 from dllm_compile.runtime.capacity import Capacity
 from dllm_compile.runtime.commit import ThresholdRule

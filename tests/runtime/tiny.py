@@ -255,11 +255,11 @@ def cached(
 
 
 def assert_equals_cached(
-    programs: CachedPrograms, prompts: list[Tensor], config: DecodingConfig
+    programs: CachedPrograms, prompts: list[Tensor], config: DecodingConfig, facts: ModelFacts = FACTS
 ) -> tuple[GenerationOutput, list[CachedResult]]:
     """Tokens, counts and computed rows of one call are those of the policy's reference, prompt by prompt."""
-    output = decode(programs, FACTS, prompts, config)
-    expected = cached(programs.model, prompts, config)
+    output = decode(programs, facts, prompts, config)
+    expected = cached(programs.model, prompts, config, facts)
     assert canvases(output, prompts, config) == [one.canvas for one in expected]
     assert output.stats is not None
     assert output.stats.forwards_per_row == tuple(one.forwards for one in expected)

@@ -65,12 +65,14 @@ class Request:
         rows: (W,) int64, canvas rows whose token is wanted. A row may be named more than once.
         refreshing: 0-dim bool: samples that are due take part with all their rows; otherwise they take no part.
         mask_token_id: id of a masked position.
+        fill_id: id that stands behind the end of an answer.
         banned, seeds, temperature, guidance: as in `StepInputs`.
     """
 
     rows: Tensor
     refreshing: Tensor
     mask_token_id: int
+    fill_id: int
     banned: Tensor
     seeds: Tensor | None
     temperature: Tensor | None

@@ -14,15 +14,16 @@ the scored layers, in the step's own forward. Of equal scores the later position
 A verify pass (`commit="flash_verify"`) reads the cache that the step's forward has left and writes nothing to it. Its
 context is tracked rows' order once more: tokens of the step's forward, then of the step before, then by score.
 
-Differences to the released code, each with its reason: all tokens of the step before are tracked (the code loses those
-of its draft stage, and `pin="released"` does so, too); keys end at P + G exactly and nothing is committed behind it; an answer ends at the leftmost stop
-id. Masks behind a known end stay masks until the sample is done, as there: they are seen, but no candidates.
+Differences to the released code, each with its reason: all tokens of the step before are tracked, while the code loses
+those of its draft stage (`pin="released"` does so, too); keys end at P + G exactly, while the code attends to eos ids
+up to a multiple of 128 (so does `key_end="released"`); nothing is committed behind the canvas; an answer ends at the
+leftmost stop id. Masks behind a known end stay masks until the sample is done, as there: they are seen, but no
+candidates.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,83 +31,15 @@ from torch import Tensor
 from ...config import DecodingConfig
 from ..layout import Layout, Sample
 from ..row_programs import CacheInputs, RowPrograms, StepInputs, VerifyInputs
-from ..rows import PickedRows, counted, rank_in_sample
+from ..rows import PickedRows, counted
 from ..stages import RunStage, run_plainly
 from ..state import CanvasState
 from .base import Request
+from .flash_rule import FlashRule, scored_layers
 from .row_plan import RowPlan
-from .row_subset import CacheRows, RowRule, RowSubset, planned_rows
-from .score_order import order_by_score, rank_from_end
+from .row_subset import CacheRows, RowSubset, planned_rows
+from .score_order import order_by_score
 from .verify_rows import Drafts, verify_rows
-
-
-def scored_layers(config: DecodingConfig, layers: int) -> tuple[int, ...]:
-    """Layers that add to the score: from the third up as in the released code, or all as in the paper.
-
-    A model of one or two layers has no third: there all layers count.
-    """
-    first = 2 if config.score_layers == "upper" and layers > 2 else 0
-    return tuple(range(first, layers))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlashRule(RowRule):
-    """Window, look-ahead and tracked rows.
-
-    Attributes:
-        window: most masks of a sample that are candidates.
-        near: most masks of a sample that are computed.
-        track: decoded rows of a sample that are computed, where no more of them are fresh.
-        mask_token_id: id of a masked position.
-        pins_drafts: tokens of a step's first forward are tracked in the next one like those of its second.
-    """
-
-    tracks_commits: ClassVar[bool] = True
-
-    window: int
-    near: int
-    track: int
-    mask_token_id: int
-    pins_drafts: bool = True
-
-    @property
-    def most_columns(self) -> int:
-        """See `CacheRule.most_columns`."""
-        return self.window
-
-    def columns(self, masked: Tensor) -> Tensor | None:
-        """The leftmost masks, as many as the window takes. Where there are fewer, a column without a mask is named."""
-        width = masked.shape[-1]
-        wanted = torch.arange(min(self.window, width), device=masked.device).repeat(masked.shape[0], 1)
-        found = torch.searchsorted(masked.cumsum(-1), wanted, right=True)
-        return torch.where(found < width, found, masked.int().argmin(-1, keepdim=True))
-
-    def fresh(self, drafted: Tensor, accepted: Tensor) -> Tensor:
-        """See `CacheRule.fresh`."""
-        return drafted | accepted if self.pins_drafts else accepted
-
-    def due(self, moves: Tensor, ended: Tensor, state: CanvasState) -> Tensor:
-        """Never again: there is no periodic refresh."""
-        return torch.zeros_like(moves)
-
-    def rows(self, layout: Layout, state: CanvasState, scores: Tensor | None) -> Tensor:
-        """See `RowRule.rows`."""
-        assert scores is not None
-        masked, of_row, fresh = self.masked(layout, state), layout.sample_of_row, state.fresh[: layout.rows]
-        near = masked & (rank_in_sample(masked, layout.start, of_row) < self.near)
-        # The last rows in ascending order of score, fresh tokens last of all: bands, so that no score can lie beyond a
-        # fresh token or below a mask.
-        from_end = rank_from_end(
-            layout, order_by_score(layout, torch.where(masked, 0, torch.where(fresh, 2, 1)), scores)
-        )
-        running = counted(fresh)
-        pinned = running[layout.start + layout.lengths] - running[layout.start]
-        tracked = ~masked & (from_end <= pinned.clamp(min=self.track)[of_row])
-        return near | tracked
-
-    def masked(self, layout: Layout, state: CanvasState) -> Tensor:
-        """(R,) bool."""
-        return (state.tokens == self.mask_token_id)[: layout.rows]
 
 
 class FlashCache(RowSubset):
@@ -121,6 +54,7 @@ class FlashCache(RowSubset):
             near=config.window_length + config.lookahead,
             track=config.track,
             mask_token_id=mask_token_id,
+            pads=config.key_end == "released",
             pins_drafts=config.pin == "all",
         )
         super().__init__(programs, cache_rows, rule)
@@ -145,7 +79,7 @@ class FlashCache(RowSubset):
         run: RunStage = run_plainly,
     ) -> tuple[Tensor, Tensor]:
         """See `CachePolicy.step`."""
-        if self.rule.always and not self._verifies:
+        if self.rule.always and not (self._verifies or self.rule.pads):
             return super().step(request, layout, state, refreshing=refreshing, run=run)
         guided = layout.guided
         cache = self._cache(self.shapes(refreshing=refreshing), guided, self._scores_of(guided))
@@ -212,7 +146,8 @@ def plan_scored_rows(
     # A place without a sample has no span: kernels look samples up by where their keys begin.
     spans = torch.stack((layout.base, layout.base + state.kept), 1)
     spans = torch.cat((spans, spans.new_zeros((1, 2)))).to(torch.int32)
-    return plan, cache_rows, _window_rows(rule, picked, layout, state, width), spans
+    window = _window_rows(rule, picked, layout, state, width)
+    return rule.shown(plan, request, layout, picked), cache_rows, window, spans
 
 
 def _window_rows(rule: FlashRule, picked: PickedRows, layout: Layout, state: CanvasState, width: int) -> Tensor:
@@ -220,7 +155,7 @@ def _window_rows(rule: FlashRule, picked: PickedRows, layout: Layout, state: Can
 
     Behind the last sample comes an empty one: both sizes are two or more, as compiled programs want them.
     """
-    running = counted(rule.masked(layout, state))
+    running = counted(rule.open(layout, state))
     in_front = running[layout.start]
     masks = running[layout.start + layout.lengths] - in_front
     column = torch.arange(width, device=masks.device)
