@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ from .tiny import (
     prompts_of,
 )
 
+LONG = dataclasses.replace(FACTS, max_sequence_length=256)
 SMALL = {"cache": "flash", "window_length": 4, "lookahead": 6, "track": 5}
 
 
@@ -79,6 +82,25 @@ def test_rows_of_each_step(model, track):
         expected = min(masks, 10) + max(track, 1) if step else 50
         assert len(rows) == expected
         assert len(window) == min(4, masks)
+
+
+def test_published_rows_of_each_step(model):
+    """T2 with the defaults: 16 + 48 + 64 rows until fewer than 64 masks are left, with verification or without."""
+    (prompt,) = prompts_of(100, seed=2)
+    for options in ({"threshold": 0.6}, {"commit": "flash_verify", "threshold": 0.6, "gamma": 0.1}):
+        config = DecodingConfig(cache="flash", max_new_tokens=100, eos="none", **options)
+        programs = CachedPrograms(model)
+        decode(programs, LONG, [prompt], config)
+        rows = rows_of(programs)
+        assert len(rows[0]) == 200
+        before = 100
+        for computed, ids in zip(rows[1:], programs.ids[1:], strict=True):
+            shown = int((ids[: len(computed)] == MASK).sum())
+            assert len(computed) == shown + 64
+            assert shown == 64 or shown < before, "all masks that are left are computed, and each step commits one"
+            before = shown
+        assert [len(one) for one in rows].count(128) > 3
+        assert len(rows[-1]) < 128
 
 
 def test_window_is_the_leftmost_masks(model):
@@ -203,11 +225,12 @@ def test_rightmost_end():
         assert decode(programs, FACTS, [torch.tensor([1])], config).sequences[0, 1:].tolist() == expected
 
 
-@pytest.mark.parametrize("length", [1, 12, 63, 64, 65])
-def test_prompt_lengths(model, length):
+@pytest.mark.parametrize("rule", ["threshold", "flash_verify"])
+@pytest.mark.parametrize("length", [1, 12, 63, 64, 65, 129])
+def test_prompt_lengths(model, length, rule):
     """T8: fewer decoded rows than are tracked, as many, and more."""
-    config = DecodingConfig(max_new_tokens=24, cache="flash", threshold=0.6)
-    assert_equals_cached(CachedPrograms(model), prompts_of(length, seed=length), config)
+    config = DecodingConfig(max_new_tokens=24, cache="flash", commit=rule, threshold=0.6)
+    assert_equals_cached(CachedPrograms(model), prompts_of(length, seed=length), config, LONG)
 
 
 def test_keys_end_where_the_canvas_ends(model):

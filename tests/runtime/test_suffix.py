@@ -86,11 +86,13 @@ def kept_in(layout_prompts, config, block=0):
 
 
 @pytest.mark.parametrize(
-    ("k_sigma", "scale", "window"), [(4.0, 2.0, 256), (3.0, 2.3, 512), (3.0, 1.6, 128), (3.0, 2.3, 128)]
+    ("k_sigma", "scale", "window"),
+    [(4.0, 2.0, 256), (3.0, 2.3, 512), (3.0, 1.6, 128), (3.0, 2.3, 128), (3.0, 1.6, 256), (3.0, 1.6, 512)],
 )
 def test_frequencies(k_sigma, scale, window):
     """T4: 10,000 draws against P(keep t), position by position and in all; the published presets' expected counts."""
     expected = {(4.0, 2.0, 256): 64, (3.0, 2.3, 512): 196, (3.0, 1.6, 128): 34, (3.0, 2.3, 128): 49}
+    expected |= {(3.0, 1.6, 256): 68, (3.0, 1.6, 512): 136}
     rule = GaussianDecay(k_sigma, scale, window, 0)
     p = rule.probability(torch.arange(window + 20))
     exact = [
