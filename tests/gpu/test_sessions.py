@@ -33,8 +33,12 @@ CASES: dict[str, dict] = {
     "flash, cfg": {"cache": "flash", "cfg_scale": 0.5},
     "flash, all rows": {"cache": "flash", "track": -1},
     "flash, verify": {"cache": "flash", "commit": "flash_verify", "gamma": 0.02},
+    "flash, as released": {"cache": "flash", "key_end": "released", "eos": "rightmost"},
+    "flash, verify as released": {
+        "cache": "flash", "commit": "flash_verify", "gamma": 0.02, "key_end": "released", "pin": "released"
+    },
     "lacache": {"cache": "lacache"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
