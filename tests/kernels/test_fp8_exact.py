@@ -15,7 +15,8 @@ from dllm_compile.kernels.fp8_linear import fp8_linear
 from dllm_compile.kernels.fp8_linear_add_rms_norm import fp8_linear_add_rms_norm
 
 from .fp8_exact_cases import exact_inputs, exact_product
-from .test_interpreter import ROOT, pytestmark  # noqa: F401  (skipped where that one is)
+from .test_interpreter import ROOT
+from .test_interpreter import pytestmark as interpreter
 
 CODE = """
 import json, torch
@@ -53,6 +54,7 @@ def test_reference(rows, outs, width, dtype):
     assert torch.equal(total, residual + expected.to(dtype))
 
 
+@interpreter
 def test_kernels_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
