@@ -15,9 +15,10 @@ leave the partial sums to the norm: for few rows neither the output projection n
 whole card, and only a consumer that adds the parts makes splitting pay. The number of parts depends on the rows and
 never shows in the graph.
 
-Left alone: products with a bias, products that something else reads, and a product in front of rows that are selected
-first (the last layer of a step, whose norm runs on wanted rows only). Runs last. In fp32 exact; in lower precision the
-product is not rounded before it is added.
+The last layer of a step is like the others: its rows are selected in front of the output projection, so that the down
+projection takes the final norm with it. Left alone: products with a bias, products that something else reads, and one
+in front of rows that are selected first (LaCache in a layer behind the first). Runs last. In fp32 exact; in lower
+precision the product is not rounded before it is added.
 """
 
 from __future__ import annotations

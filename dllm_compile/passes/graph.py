@@ -173,6 +173,11 @@ def _run_fake(gm: GraphModule, node: Node) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def record(gm: GraphModule, node: Node) -> None:
+    """Record anew what `node` gives, after its inputs were changed for ones of another shape."""
+    node.meta["val"] = _run_fake(gm, node)
+
+
 def remove_dead_code(gm: GraphModule) -> None:
     """Erase calls nobody reads. Unlike FX's own rule this also removes ops tagged as random (attention's dropout)."""
 

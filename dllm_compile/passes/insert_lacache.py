@@ -9,7 +9,7 @@
              facache_step(q_i, k_i, v_i, m_i, den_i, num_i, tiles)
 
 and in layer 0 the embedding itself is kept in `h` (EmbedCache) and made for the block's rows only. Output projection,
-residual and feed-forward run for all rows in every step.
+residual and feed-forward run for all rows in every step, but in the last layer (`select_wanted_rows`).
 
 Layer 0 is exact: its inputs outside the block are tokens, which do not change within a block. From layer 1 on the
 inputs of other rows change in every step, so the same rewrite is a policy (LaCache, Appendix C).

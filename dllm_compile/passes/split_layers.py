@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A row program is cut into segments, one a layer, and equal segments are found.
 
-    embed, norm | qkv, ..., down, add, norm | qkv, ..., down, add, norm | qkv, ..., down, add, wanted rows, head
-    prologue    | layer 0                   | layer 1, the same function of other weights and caches | the last layer
+    embed, norm | qkv, ..., down, add, norm | qkv, ..., down, add, norm | qkv, attention, wanted rows, ..., head
+    prologue    | layer 0                   | layer 1, the same function of other weights | the last layer
 
 Anchor: the attention of each layer. Between two of them the cut falls in front of an operator that the compiler does
 not fuse with what it reads (a matrix product, an operator of our own), so that no fusion is lost, and among those

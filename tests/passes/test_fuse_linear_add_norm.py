@@ -76,15 +76,36 @@ def test_all_linears_in_fp8():
 
 
 @pytest.mark.parametrize("guided", [False, True], ids=["", "guided"])
-def test_the_last_layer_of_a_step_selects_rows_first(guided):
-    """Its norm runs on wanted rows only, so that its down projection is left to itself."""
+def test_the_last_layer_of_a_step(guided):
+    """Its rows are selected before: the output projection reads them, the down projection takes the final norm."""
     _, gm, layers = wide()
     apply(gm, FLAT, *head_passes(127, sampled=False, guided=guided), FUSE_LINEAR_ADD_NORM, layers=layers)
-    assert count(gm, "dllm.linear_add_rms_norm") == 5
-    (left,) = [node for node in find(gm, aten.linear.default) if "ff_out" in str(node.args[1].target)]
-    (add,) = left.users
-    assert {user.target for user in add.users} == {aten.index_select.default}
-    assert len(add.users) == 1 + guided
+    assert count(gm, "dllm.linear_add_rms_norm") == 6
+    assert count(gm, "aten.linear") == 6, "packed projections"
+    *_, out, down = find(gm, OPS.linear_add_rms_norm.default)
+    assert [node.target for node in (out.args[0], out.args[2])] == [aten.index_select.default] * 2
+    assert down.args[3].target == "transformer.ln_f.weight"
+    assert down.args[2].args == (out, 0)
+
+
+def test_the_last_layer_of_a_quantized_step():
+    """Out projection into the quantizing norm, FP8 down projection into the final norm, both of wanted rows."""
+    pytest.importorskip("torchao")
+    _, gm, layers = wide()
+    quantize(gm, layers)
+    passes = (FLAT, insert_kv_cache_pass(), *head_passes(127), FUSE_QUANTIZATION, FUSE_LINEAR_ADD_NORM)
+    apply(gm, *passes, layers=layers)
+    (wanted,) = (node for node in gm.graph.nodes if node.op == "placeholder" and node.target == "wanted")
+    size = wanted.meta["val"].shape[0]
+    out = find(gm, OPS.linear_add_rms_norm_quant.default)[-1]
+    down = find(gm, OPS.fp8_linear_add_rms_norm.default)[-1]
+    for node in (out, find(gm, OPS.swiglu_quant.default)[-1], down):
+        assert node.meta["val"][0].shape[0] == size
+    # Layer 0: out and down. Layers 1 and 2: out before the quantizing norm, FP8 down before a norm, gate and up.
+    assert count(gm, "dllm.linear_add_rms_norm") == 2
+    assert count(gm, "dllm.linear_add_rms_norm_quant") == 2
+    assert count(gm, "dllm.fp8_linear_add_rms_norm") == 2
+    assert count(gm, "dllm.fp8_linear") == 2
 
 
 @pytest.mark.parametrize("kind", ["first", "step"])
@@ -92,13 +113,13 @@ def test_lacache(kind):
     _, gm, layers = wide()
     apply(gm, FLAT, insert_lacache_pass((0, 1), kind), *head_passes(127), FUSE_LINEAR_ADD_NORM, layers=layers)
     # In a step, layer 1's norm reads selected rows of the stream.
-    assert count(gm, "dllm.linear_add_rms_norm") == (5 if kind == "first" else 4)
+    assert count(gm, "dllm.linear_add_rms_norm") == (6 if kind == "first" else 5)
 
 
 def test_cached_steps():
     _, gm, layers = wide()
     apply(gm, FLAT, insert_kv_cache_pass(), *head_passes(127), FUSE_LINEAR_ADD_NORM, layers=layers)
-    assert count(gm, "dllm.linear_add_rms_norm") == 5
+    assert count(gm, "dllm.linear_add_rms_norm") == 6
     assert count(gm, "dllm.qkv_rope_cache_write") == 3
 
 
