@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dllm_compile.kernels import _launch
 from dllm_compile.kernels.online_softmax import merge_parts, stream_keys
 from dllm_compile.kernels.row_attention_blocks import Blocks, Work, choose_blocks
+from dllm_compile.kernels.row_attention_stream import stream_keys_behind
 from dllm_compile.kernels.summed_query import Tracking, summed_query
 
 _LOG2_E = 1.4426950408889634
@@ -78,13 +79,14 @@ def row_attention_kernel(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    BEHIND: tl.constexpr,
 ):
     """One head of one of the `parts` of a tile, and its share of the keys. Grid: (H, n * parts * SPLITS).
 
     `scale` includes log2(e). `k_blocks` and `v_blocks` are tensor descriptors with blocks [BLOCK_KEYS, HEAD_DIM] if
     DESCRIBED, else None. If SPLITS > 1, `maxima` and `sums` [SPLITS, R, H] and `accs` [SPLITS, R, H * HEAD_DIM] hold
     the states in between, and `arrived`, a counter for each part of a tile and head, is zero before and after. If
-    TRACKED, a row of `scores` belongs to each head.
+    TRACKED, a row of `scores` belongs to each head. If BEHIND, products with the values run beside the softmax.
     """
     head = tl.program_id(0)  # fastest, so that neighbouring programs read neighbouring pieces of the same key rows
     heads = tl.num_programs(0)
@@ -131,7 +133,8 @@ def row_attention_kernel(
     row_max = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), tl.float32)
-    row_max, row_sum, acc = stream_keys(
+    stream: tl.constexpr = stream_keys_behind if BEHIND else stream_keys
+    row_max, row_sum, acc = stream(
         query,
         k_pointers,
         v_pointers,
@@ -244,6 +247,7 @@ def plan_row_attention(
         "WINDOW": 1 if tracking is None else triton.next_power_of_2(tracked[1]),
         "PRECISION": "ieee",  # of fp32 operands; 16-bit products are exact in any case
         "DESCRIBED": k_blocks is not None,
+        "BEHIND": blocks.rows >= 64 and tracking is None,
         "num_warps": blocks.warps,
     }
     return grid, arguments, constants

@@ -32,6 +32,9 @@ SHARED = {
     "shares without keys, pad rows": ([(3, 17), (5, 40)], 4, 16, 4, 2, 16, Blocks(16, 16, 2, 4, 8)),
     "several parts a tile": ([(40, 90), (7, 33)], 0, 64, 2, 1, 16, Blocks(16, 16, 2, 4, 3)),
     "head dim 128": ([(20, 100)], 0, 32, 1, 1, 128, Blocks(32, 32, 2, 4, 2)),
+    "64 rows": ([(70, 50), (5, 130), (3, 0)], 2, 64, 2, 1, 16, Blocks(64, 16, 2, 4, 1)),
+    "64 rows, whole blocks only": ([(64, 96)], 0, 64, 1, 1, 16, Blocks(64, 32, 2, 4, 1)),
+    "64 rows, shared keys": ([(66, 33), (1, 7)], 0, 64, 2, 2, 32, Blocks(64, 16, 2, 4, 4)),
 }
 
 # A name, then samples, tile rows, heads, key heads, head dim, window rows (of all samples' rows), blocks.

@@ -18,6 +18,9 @@ SHARED = [
     "shares without keys, pad rows",
     "several parts a tile",
     "head dim 128",
+    "64 rows",
+    "64 rows, whole blocks only",
+    "64 rows, shared keys",
 ]
 SCORED = [
     "one key",
