@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-calls", action="store_true", help="steps only")
     parser.add_argument("--no-steps", action="store_true", help="calls only")
-    parser.add_argument("--fuse-bookkeeping", action="store_true", help="compile what steps do around their forwards")
+    parser.add_argument("--plain-bookkeeping", action="store_true", help="leave what surrounds forwards uncompiled")
     parser.add_argument("--release", action="store_true", help="FP8 weights replace the model's (for one precision)")
     parser.add_argument(
         "--peer",
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         start = time.perf_counter()
         fast = dllm_compile.optimize(
             model,
-            CompileConfig(precision=precision, fuse_bookkeeping=arguments.fuse_bookkeeping),
+            CompileConfig(precision=precision, fuse_bookkeeping=not arguments.plain_bookkeeping),
             release=arguments.release,
         )
         add(name="optimize", precision=precision, seconds=round(time.perf_counter() - start, 1))
@@ -151,7 +151,7 @@ def _step(
     samples = [Sample.plan(i, torch.tensor(prompt), config, mask_id) for i, prompt in enumerate(prompts)]
     slots = Slots.of(samples, None)
     capacity = Capacity.of(samples, batch, slots.rows, config) if config.is_capturable else None
-    run = run_compiled if arguments.fuse_bookkeeping else run_plainly
+    run = run_plainly if arguments.plain_bookkeeping else run_compiled
     session = Session(fast.programs, fast.facts, config, slots.rows, capacity, run=run)
     session.prepare(session.start(samples, [slots.base(sample) for sample in samples], config))
     start = time.perf_counter()

@@ -446,7 +446,7 @@ class OptimizedModel(nn.Module):
         if not isinstance(programs, ModelPrograms):
             return None
         graphs = self.device.type == "cuda" and config.cuda_graphs is not False
-        fused = programs.compiled and config.fuse_bookkeeping
+        fused = programs.compiled and (graphs if config.fuse_bookkeeping is None else config.fuse_bookkeeping)
         if not (graphs or fused):
             return None
         return SessionPool(config.new_shapes, run=run_compiled if fused else run_plainly)

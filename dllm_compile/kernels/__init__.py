@@ -37,6 +37,7 @@ __all__ = [
     "row_scores",
     "swiglu",
     "swiglu_quant",
+    "upper_bound",
     "verify_attention",
     "write_rows",
 ]
@@ -66,6 +67,7 @@ if __name__ == "dllm_compile.kernels":
         row_scores,
         swiglu,
         swiglu_quant,
+        upper_bound,
         verify_attention,
         write_rows,
     )

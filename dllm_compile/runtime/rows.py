@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.upper_bound import upper_bound
+
 
 @dataclass(frozen=True)
 class PickedRows:
@@ -47,7 +49,7 @@ def pick_rows(chosen: Tensor, start: Tensor, length: Tensor, size: int) -> Picke
     real = place < running[-1]
     starts = running[start]
     return PickedRows(
-        rows=torch.where(real, torch.searchsorted(running[1:], place, right=True), 0),
+        rows=torch.where(real, upper_bound(running[1:], place), 0),
         real=real,
         place=torch.where(chosen, running[:-1], 0),
         counts=running[start + length] - starts,

@@ -141,9 +141,10 @@ def test_a_step_reads_nothing_on_the_host_and_replays_from_a_graph(pair):
 
 
 def test_bf16_is_reproducible_and_close_to_fp32():
-    model = tiny_model(d_model=256, n_heads=2, n_kv_heads=1, n_layers=2).cuda()
+    sizes = {"d_model": 256, "n_heads": 2, "n_kv_heads": 1, "n_layers": 2, "max_sequence_length": 256}
+    model = tiny_model(**sizes).cuda()
     exact = dllm_compile.optimize(model, compile=False)
-    rough = dllm_compile.optimize(tiny_model(d_model=256, n_heads=2, n_kv_heads=1, n_layers=2).cuda().bfloat16())
+    rough = dllm_compile.optimize(tiny_model(**sizes).cuda().bfloat16())
     ids = torch.randint(0, 60, (2, 200), device="cuda")
     first, again = (rough(ids).logits for _ in range(2))
     assert torch.equal(first, again)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ...config import DecodingConfig
+from ...kernels.upper_bound import upper_bound
 from ..layout import Layout, Sample
 from ..row_programs import CacheInputs, RowPrograms, StepInputs, VerifyInputs
 from ..rows import PickedRows, counted
@@ -159,7 +160,7 @@ def _window_rows(rule: FlashRule, picked: PickedRows, layout: Layout, state: Can
     in_front = running[layout.start]
     masks = running[layout.start + layout.lengths] - in_front
     column = torch.arange(width, device=masks.device)
-    rows = torch.searchsorted(running[1:], in_front[:, None] + column, right=True).clamp(max=layout.rows - 1)
+    rows = upper_bound(running[1:], in_front[:, None] + column).clamp(max=layout.rows - 1)
     inside = (column < masks.clamp(max=rule.window)[:, None]) & (picked.counts > 0)[:, None]
     window = torch.where(inside, picked.place[rows], -1)
     return torch.cat((window, window.new_full((1, width), -1)))

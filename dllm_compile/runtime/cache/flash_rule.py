@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import DecodingConfig
+from ...kernels.upper_bound import upper_bound
 from ..layout import Layout
 from ..rows import PickedRows, counted, rank_in_sample
 from ..state import CanvasState
@@ -60,7 +61,7 @@ class FlashRule(RowRule):
         """The leftmost masks, as many as the window takes. Where there are fewer, a column without a mask is named."""
         width = masked.shape[-1]
         wanted = torch.arange(min(self.window, width), device=masked.device).repeat(masked.shape[0], 1)
-        found = torch.searchsorted(masked.cumsum(-1), wanted, right=True)
+        found = upper_bound(masked.cumsum(-1), wanted)
         return torch.where(found < width, found, masked.int().argmin(-1, keepdim=True))
 
     def fresh(self, drafted: Tensor, accepted: Tensor) -> Tensor:
