@@ -163,11 +163,13 @@ def test_the_floor_counts_every_forward(fast: OptimizedModel):
     assert work is not None
     assert len(work) == 10
     c = fast.model.config
-    rows, head_dim = 15 + 12, c.d_model // c.n_heads
-    layer = c.d_model * (c.n_heads + 2 * c.n_kv_heads) * head_dim + c.d_model**2 + 3 * c.d_model * c.mlp_hidden_size
-    products = 2 * rows * layer * c.n_layers
+    rows, wanted, head_dim = 15 + 12, 2 * 4, c.d_model // c.n_heads  # two blocks of four, the last of them padded
+    qkv = c.d_model * (c.n_heads + 2 * c.n_kv_heads) * head_dim
+    behind = c.d_model**2 + 3 * c.d_model * c.mlp_hidden_size
+    # Behind the attention of the last layer: the wanted rows.
+    products = 2 * (rows * qkv * c.n_layers + (rows * (c.n_layers - 1) + wanted) * behind)
     scores = 4 * (15**2 + 12**2) * c.d_model * c.n_layers
-    head = 2 * 2 * 4 * c.d_model * c.vocab_size  # two blocks of four, the last of them padded
+    head = 2 * wanted * c.d_model * c.vocab_size
     assert {one.flops for one in work} == {products + scores + head}
     assert {one.fp8_flops for one in work} == {0}
 
