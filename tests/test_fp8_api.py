@@ -127,7 +127,7 @@ def test_optional_passes_change_no_tokens(fast, names):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [3, 8])
+@pytest.mark.parametrize("layers", [3, pytest.param(8, marks=pytest.mark.long)])
 def test_compiled(layers):
     """One program for all sizes, layers compiled once or each; as near as codes on the other side of a tie allow."""
     compiled, plain = (own_fast(model=wide_model(n_layers=layers), compile=choice) for choice in (True, False))

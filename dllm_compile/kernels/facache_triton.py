@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_compile.kernels.online_softmax import stream_keys
+from dllm_compile.kernels.online_softmax import describe_keys, stream_keys
 from dllm_compile.kernels.row_attention_blocks import Blocks, blocks_of
-from dllm_compile.kernels.row_attention_triton import describe_keys, kernel_takes
+from dllm_compile.kernels.row_attention_triton import kernel_takes
 
 __all__ = ["choose_facache_blocks", "facache_kernel", "facache_triton", "kernel_takes", "plan_facache"]
 
@@ -197,7 +197,7 @@ def plan_facache(
 ) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, positional arguments and compile-time arguments of one launch (`facache_kernel[grid](...)`)."""
     (_, heads, head_dim), kv_heads = q.shape, k.shape[1]
-    k_blocks, v_blocks = describe_keys(q, k, v, blocks)
+    k_blocks, v_blocks = describe_keys(k, v, blocks.keys)
     grid = (heads, tiles.shape[0], -(-tile_rows // blocks.rows))
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     scale = _LOG2_E.value / math.sqrt(head_dim)

@@ -8,6 +8,23 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dllm_compile.kernels import _launch
+
+
+def describe_keys(k: Tensor, v: Tensor, keys: int) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
+    """Tensor descriptors of `k` and `v` [K, KH, hd] with blocks [keys, hd], or None where they cannot be had.
+
+    16-bit inputs only: fp32 products are not bound by loads.
+    """
+    described = k.element_size() == 2 and _launch.describable(k) and _launch.describable(v)
+    if not described or not _launch.has_tensor_descriptors(k.device):
+        return None, None
+    width, block_shape = k.shape[1] * k.shape[2], [keys, k.shape[2]]
+    k_blocks, v_blocks = (TensorDescriptor(x, [x.shape[0], width], [x.stride(0), 1], block_shape) for x in (k, v))
+    return k_blocks, v_blocks
 
 
 @triton.jit
@@ -31,6 +48,37 @@ def _track(probe, keys, tracked, key_rows, tracked_end, PRECISION: tl.constexpr)
     """
     products = tl.sum(tl.dot(probe, keys.T, input_precision=PRECISION), 0)
     tl.atomic_add(tracked + key_rows, products, mask=key_rows < tracked_end, sem="relaxed")
+
+
+@triton.jit
+def load_block(pointers, blocks, start, column, row, BLOCK: tl.constexpr, DESCRIBED: tl.constexpr):
+    """Rows [start, start + BLOCK) of one head of the keys or values; arguments as of `stream_keys`."""
+    if DESCRIBED:
+        block = blocks.load([start, column])
+    else:
+        block = tl.load(pointers + (start + tl.arange(0, BLOCK)).to(tl.int64)[:, None] * row)
+    return block
+
+
+@triton.jit
+def load_last_keys(pointers, blocks, start, end, column, row, BLOCK: tl.constexpr, DESCRIBED: tl.constexpr):
+    """`load_block` where rows from `end` on may not exist: what stands there is to be masked."""
+    rows = start + tl.arange(0, BLOCK)
+    if DESCRIBED:
+        block = blocks.load([start, column])
+    else:
+        block = tl.load(pointers + rows.to(tl.int64)[:, None] * row, mask=(rows < end)[:, None], other=0.0)
+    return block
+
+
+@triton.jit
+def load_last_values(pointers, blocks, start, end, column, row, BLOCK: tl.constexpr, DESCRIBED: tl.constexpr):
+    """`load_last_keys` with zeros from row `end` on: a weight of zero does not hide a NaN."""
+    rows = start + tl.arange(0, BLOCK)
+    block = load_last_keys(pointers, blocks, start, end, column, row, BLOCK, DESCRIBED)
+    if DESCRIBED:
+        block = tl.where((rows < end)[:, None], block, 0.0)
+    return block
 
 
 @triton.jit
@@ -74,35 +122,23 @@ def stream_keys(
     whole_blocks = tl.maximum(k_end - k_begin, 0) // BLOCK_KEYS
     for block in tl.range(0, whole_blocks, num_stages=STAGES):
         start = k_begin + block * BLOCK_KEYS
-        if DESCRIBED:
-            keys = k_blocks.load([start, column])
-        else:
-            keys = tl.load(k_pointers + (start + block_keys).to(tl.int64)[:, None] * k_row)
+        keys = load_block(k_pointers, k_blocks, start, column, k_row, BLOCK_KEYS, DESCRIBED)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale
         if TRACKED:
             _track(probe, keys, tracked, start + block_keys, tracked_end, PRECISION)
-        if DESCRIBED:
-            values = v_blocks.load([start, column])
-        else:
-            values = tl.load(v_pointers + (start + block_keys).to(tl.int64)[:, None] * v_row)
+        values = load_block(v_pointers, v_blocks, start, column, v_row, BLOCK_KEYS, DESCRIBED)
         row_max, row_sum, acc = fold(scores, values, row_max, row_sum, acc, PRECISION)
 
     start = k_begin + whole_blocks * BLOCK_KEYS
     if start < k_end:
         key_rows = start + block_keys
         in_range = key_rows < k_end
-        if DESCRIBED:
-            keys = k_blocks.load([start, column])
-        else:
-            keys = tl.load(k_pointers + key_rows.to(tl.int64)[:, None] * k_row, mask=in_range[:, None], other=0.0)
+        keys = load_last_keys(k_pointers, k_blocks, start, k_end, column, k_row, BLOCK_KEYS, DESCRIBED)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale
         scores = tl.where(in_range[None, :], scores, -float("inf"))
         if TRACKED:
             _track(probe, keys, tracked, key_rows, tl.minimum(tracked_end, k_end), PRECISION)
-        if DESCRIBED:
-            values = tl.where(in_range[:, None], v_blocks.load([start, column]), 0.0)
-        else:
-            values = tl.load(v_pointers + key_rows.to(tl.int64)[:, None] * v_row, mask=in_range[:, None], other=0.0)
+        values = load_last_values(v_pointers, v_blocks, start, k_end, column, v_row, BLOCK_KEYS, DESCRIBED)
         row_max, row_sum, acc = fold(scores, values, row_max, row_sum, acc, PRECISION)
     return row_max, row_sum, acc
 

@@ -22,10 +22,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dllm_compile.kernels import _launch
-from dllm_compile.kernels.online_softmax import merge_parts, stream_keys
+from dllm_compile.kernels.online_softmax import describe_keys, merge_parts, stream_keys
 from dllm_compile.kernels.row_attention_blocks import Blocks, Work, choose_blocks
 from dllm_compile.kernels.row_attention_stream import stream_keys_behind
 from dllm_compile.kernels.summed_query import Tracking, summed_query
@@ -86,7 +85,8 @@ def row_attention_kernel(
     `scale` includes log2(e). `k_blocks` and `v_blocks` are tensor descriptors with blocks [BLOCK_KEYS, HEAD_DIM] if
     DESCRIBED, else None. If SPLITS > 1, `maxima` and `sums` [SPLITS, R, H] and `accs` [SPLITS, R, H * HEAD_DIM] hold
     the states in between, and `arrived`, a counter for each part of a tile and head, is zero before and after. If
-    TRACKED, a row of `scores` belongs to each head. If BEHIND, products with the values run beside the softmax.
+    TRACKED, a row of `scores` belongs to each head. If BEHIND, which excludes
+    TRACKED, products with the values run beside the softmax.
     """
     head = tl.program_id(0)  # fastest, so that neighbouring programs read neighbouring pieces of the same key rows
     heads = tl.num_programs(0)
@@ -133,31 +133,52 @@ def row_attention_kernel(
     row_max = tl.full((BLOCK_ROWS,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), tl.float32)
-    stream: tl.constexpr = stream_keys_behind if BEHIND else stream_keys
-    row_max, row_sum, acc = stream(
-        query,
-        k_pointers,
-        v_pointers,
-        k_blocks,
-        v_blocks,
-        kv_head * HEAD_DIM,
-        k_row,
-        v_row,
-        first_key,
-        last_key,
-        scale,
-        row_max,
-        row_sum,
-        acc,
-        BLOCK_KEYS,
-        STAGES,
-        PRECISION,
-        DESCRIBED,
-        TRACKED,
-        probe,
-        tracked,
-        tracked_end,
-    )
+    if BEHIND:
+        row_max, row_sum, acc = stream_keys_behind(
+            query,
+            k_pointers,
+            v_pointers,
+            k_blocks,
+            v_blocks,
+            kv_head * HEAD_DIM,
+            k_row,
+            v_row,
+            first_key,
+            last_key,
+            scale,
+            row_max,
+            row_sum,
+            acc,
+            BLOCK_KEYS,
+            STAGES,
+            PRECISION,
+            DESCRIBED,
+        )
+    else:
+        row_max, row_sum, acc = stream_keys(
+            query,
+            k_pointers,
+            v_pointers,
+            k_blocks,
+            v_blocks,
+            kv_head * HEAD_DIM,
+            k_row,
+            v_row,
+            first_key,
+            last_key,
+            scale,
+            row_max,
+            row_sum,
+            acc,
+            BLOCK_KEYS,
+            STAGES,
+            PRECISION,
+            DESCRIBED,
+            TRACKED,
+            probe,
+            tracked,
+            tracked_end,
+        )
     is_last = True
     if SPLITS > 1:
         state = rows.to(tl.int64) * heads + head
@@ -188,21 +209,6 @@ def row_attention_kernel(
         tl.store(out_pointers, attended.to(out.dtype.element_ty), mask=in_tile[:, None])
 
 
-def describe_keys(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks
-) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
-    """Tensor descriptors of the keys and values with blocks [blocks.keys, hd], or None where they cannot be had.
-
-    16-bit inputs only: fp32 products are not bound by loads.
-    """
-    described = q.element_size() == 2 and _launch.describable(k) and _launch.describable(v)
-    if not described or not _launch.has_tensor_descriptors(q.device):
-        return None, None
-    width, block_shape = k.shape[1] * k.shape[2], [blocks.keys, k.shape[2]]
-    k_blocks, v_blocks = (TensorDescriptor(x, [x.shape[0], width], [x.stride(0), 1], block_shape) for x in (k, v))
-    return k_blocks, v_blocks
-
-
 def plan_row_attention(
     q: Tensor,
     k: Tensor,
@@ -216,7 +222,7 @@ def plan_row_attention(
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, positional arguments and compile-time arguments of one launch (`row_attention_kernel[grid](...)`)."""
     (rows, heads, head_dim), kv_heads = q.shape, k.shape[1]
-    k_blocks, v_blocks = describe_keys(q, k, v, blocks)
+    k_blocks, v_blocks = describe_keys(k, v, blocks.keys)
     parts = -(-min(tile_rows, rows) // blocks.rows)
     grid = (heads, tiles.shape[0] * parts * blocks.splits)
     states: tuple[Tensor | None, ...] = (None, None, None, None)

@@ -60,9 +60,12 @@ def compile_attention(q, k, v, blocks, folder, tracked=False):
     return compile_kernel(attention.row_attention_kernel, arguments, constants, folder), constants
 
 
+# One piece of work for each launch configuration.
+CONFIGURATIONS = {(blocks_for(name, head_dim=dim), dim): (name, dim) for dim in (128, 64) for name in WORK}
+
+
 @pytest.mark.parametrize("tracked", [False, True])
-@pytest.mark.parametrize("head_dim", [128, 64])
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize(("name", "head_dim"), CONFIGURATIONS.values())
 def test_attention_uses_the_tensor_cores_without_spills(name, head_dim, tracked, tmp_path):
     blocks = blocks_for(name, head_dim=head_dim)
     result, constants = compile_attention(*packed_heads(128, 128, 4, 2, head_dim, BF16), blocks, tmp_path, tracked)

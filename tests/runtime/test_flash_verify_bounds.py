@@ -30,7 +30,10 @@ def enumerated(stale, rows, length) -> tuple[torch.Tensor, list[int], list[int]]
         return [logits[rank].double().softmax(-1) for rank in (0, 1)]
 
     first, second = conditionals(drafts[0])
-    joint = torch.stack([first[token] * conditionals(token)[1] for token in range(len(first))])
+    joint = torch.zeros(len(first), len(first), dtype=torch.float64)
+    ascending, tokens = first.sort()
+    for token in tokens[ascending.cumsum(0) > 5e-7].tolist():  # those left out weigh less than the tolerance together
+        joint[token] = first[token] * conditionals(token)[1]
     return joint, drafts, [int(first.argmax()), int(second.argmax())]
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,12 +94,19 @@ def _tensors(tree) -> list[torch.Tensor]:
     return [one for one in torch.utils._pytree.tree_leaves(tree) if isinstance(one, torch.Tensor)]
 
 
+@functools.cache
+def with_words(words: int, mask: int | None = None) -> dllm_compile.OptimizedModel:
+    """The tiny model with another vocabulary."""
+    own = {} if mask is None else {"mask_token_id": mask}
+    return dllm_compile.optimize(tiny_model(vocab_size=words, **own), compile=False)
+
+
 @pytest.mark.parametrize("policy", ["none", "prefix, dpad", "flash", "verify", "lacache"])
 def test_nothing_grows_with_the_vocabulary(policy):
     """The largest tensor of a call is as large with three times the words: at most a chunk of them exists at once."""
     prompts, largest = prompts_of(4, 12, 7, seed=5), []
     for words in (10_000, 30_000):
-        fast = dllm_compile.optimize(tiny_model(vocab_size=words), compile=False)
+        fast = with_words(words)
         # One token a step, and so the same rows.
         config = config_of(policy, threshold=1.1, max_new_tokens=8, block_length=4)
         fast.generate(prompts, config)  # programs are built
@@ -117,7 +126,7 @@ def test_what_is_kept_between_steps_does_not_know_the_vocabulary(policy):
 
     held = []
     for words in (128, 10_000):
-        fast = dllm_compile.optimize(tiny_model(vocab_size=words, mask_token_id=127), compile=False)
+        fast = with_words(words, mask=127)
         config = config_of(policy, commit=None) if policy != "verify" else config_of(policy)
         mask = fast.facts.mask_token_id
         samples = [Sample.plan(i, prompt, config, mask) for i, prompt in enumerate(prompts_of(4, 12, seed=5))]
