@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dllm_compile import DecodingConfig
 from dllm_compile._compat import has_fp8
 from dllm_compile.certify import decibels, relative_error
 from dllm_compile.fp8_weights import quantized_weights
+from dllm_compile.kernels.fp8_linear import fp8_linear_reference
 from dllm_compile.passes.graph import lookup
 from dllm_compile.runtime.row_programs import StepInputs
 from tests.conftest import tiny_model
@@ -80,15 +82,41 @@ def test_codes_are_those_of_the_definition(pair):
         assert (codes.stride(), scales.stride()) == (expected_codes.stride(), expected_scales.stride())
 
 
-def test_fp32_model_in_groups():
-    """No rounding to bf16 in between: only codes at ties and the sums of FP8 tensor cores differ."""
+def products_apart(patch: pytest.MonkeyPatch, share: float, seed: int) -> None:
+    """Make every FP8 product of the CPU differ by `share` of its row's norm, in a random direction."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def apart(*arguments):
+        product = fp8_linear_reference(*arguments)
+        noise = torch.randn(product.shape, generator=generator)
+        return product + share * noise * (product.norm(dim=1, keepdim=True) / noise.norm(dim=1, keepdim=True))
+
+    for name in ("fp8_linear", "fp8_linear_add_rms_norm"):
+        patch.setattr(importlib.import_module(f"dllm_compile.kernels.{name}"), "fp8_linear_reference", apart)
+
+
+def test_fp32_model_in_groups(monkeypatch):
+    """As near to the CPU with the same codes and scales as products that differ like those of FP8 tensor cores allow.
+
+    Each product is within 1e-4 of a row's norm (`fp8_linear_reference`; tests/gpu/test_kernels_fp8_linear.py). Behind
+    the first layers such a difference is one of codes, some 6 % each, and makes 1e-2 of the logits.
+    """
     cpu, card = (
         dllm_compile.optimize(model_of(device, torch.float32), precision="fp8", compile=False)
         for device in ("cpu", "cuda")
     )
+    for weight in quantized_weights(cpu._captured.gm):
+        for name in (weight.codes, weight.scales):
+            lookup(card._captured.gm, name).copy_(lookup(cpu._captured.gm, name))
     for rows in (3, 64, 128):
         ids = ids_of(rows)
-        assert relative_error(cpu(ids).logits, card(ids.cuda()).logits.cpu()) < 1e-2
+        expected, allowed = cpu(ids).logits, 0.0
+        for seed in range(4):
+            with monkeypatch.context() as patch:
+                products_apart(patch, 1e-4, seed)
+                allowed = max(allowed, relative_error(expected, cpu(ids).logits))
+        assert 0 < allowed < 0.02, "FP8 itself is 0.07 to 0.2 away from the model"
+        assert relative_error(expected, card(ids.cuda()).logits.cpu()) <= 1.25 * allowed
 
 
 def test_what_a_step_calls(pair):

@@ -41,10 +41,18 @@ CASES: dict[str, dict] = {
 }  # fmt: skip
 
 
+SIZES = {"d_model": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3, "max_sequence_length": 512}
+
+
 @pytest.fixture(scope="module")
 def fast() -> dllm_compile.OptimizedModel:
-    sizes = {"d_model": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3, "max_sequence_length": 512}
-    return dllm_compile.optimize(tiny_model(**sizes).cuda())
+    return dllm_compile.optimize(tiny_model(**SIZES).cuda())
+
+
+@pytest.fixture(scope="module")
+def in_fp64() -> dllm_compile.OptimizedModel:
+    """The same model in fp64 on the CPU."""
+    return dllm_compile.optimize(tiny_model(**SIZES).double(), compile=False)
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
@@ -81,15 +89,20 @@ def test_replays_give_the_tokens_of_the_steps(fast, case):
 
 
 @pytest.mark.parametrize("case", ["none", "dual", "flash", "flash, narrow", "flash, verify"])
-def test_two_hundred_prompts_through_eight_slots(fast, case):
-    """The same tokens as each alone."""
+def test_two_hundred_prompts_through_eight_slots(fast, in_fp64, case):
+    """The same tokens as each alone. Where fp64 finds others, two numbers tie in fp32: then either answer will do."""
     pool, config = SessionPool(), config_of(case, slots=8)
     prompts = prompts_of(*(1 + 7 * i % 29 for i in range(200)), seed=1)
     output = run(fast, prompts, config, pool)
-    width = output.sequences.shape[1]
+    width, ties = output.sequences.shape[1], []
     for i in range(0, 200, 9):
-        alone = run(fast, prompts[i : i + 1], config.replace(seed=i))
-        assert torch.equal(output.sequences[i, width - len(prompts[i]) - 96 :], alone.sequences[0]), i
+        found = output.sequences[i, width - len(prompts[i]) - 96 :].cpu()
+        alone, exact = (run(one, prompts[i : i + 1], config.replace(seed=i)).sequences[0] for one in (fast, in_fp64))
+        if not torch.equal(alone.cpu(), exact):
+            ties.append(i)
+        assert torch.equal(found, alone.cpu()) or (i in ties and torch.equal(found, exact)), i
+    # Products sum in another order with another number of rows. On a CPU fp64 differs at prompt 135 of flash, verify.
+    assert len(ties) <= 1
 
 
 @pytest.mark.parametrize("case", ["none", "dual", "flash", "flash, verify"])
