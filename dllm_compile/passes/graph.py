@@ -141,10 +141,17 @@ def get_attr(gm: GraphModule, path: str, before: Node) -> Node:
     return node
 
 
-def call(gm: GraphModule, target: Any, args: tuple[Any, ...], like: Node, before: Node | None = None) -> Node:
+def call(
+    gm: GraphModule,
+    target: Any,
+    args: tuple[Any, ...],
+    like: Node,
+    before: Node | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> Node:
     """Insert a call before `before` (default: before `like`), with recorded value and `like`'s provenance."""
     with gm.graph.inserting_before(before or like):
-        node = gm.graph.call_function(target, args)
+        node = gm.graph.call_function(target, args, kwargs)
     for key in ("nn_module_stack", "stack_trace"):
         if key in like.meta:
             node.meta[key] = like.meta[key]
@@ -157,8 +164,8 @@ def copy_region(gm: GraphModule, outputs: Iterable[Node], known: dict[Node, Node
     outputs = list(outputs)
     mapping = dict(known)
     for node in backward_slice(outputs, known.__contains__):
-        args = map_arg(node.args, lambda source: mapping.get(source, source))
-        mapping[node] = call(gm, node.target, args, like=node, before=before)  # type: ignore[arg-type]
+        args, kwargs = map_arg((node.args, node.kwargs), lambda source: mapping.get(source, source))  # type: ignore[misc]
+        mapping[node] = call(gm, node.target, args, like=node, before=before, kwargs=kwargs)
     return [mapping.get(node, node) for node in outputs]
 
 

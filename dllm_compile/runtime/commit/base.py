@@ -71,33 +71,3 @@ class Ranking:
 def prefix(passes: Tensor) -> Tensor:
     """(S, w) bool: true up to the first rank that does not pass (a cumulative AND)."""
     return torch.cumsum(~passes, dim=-1) == 0
-
-
-def running_sum(values: Tensor) -> Tensor:
-    """(S, w) fp32 -> its sums up to each rank.
-
-    In compiled steps this is the kernel that uncompiled ones launch: a generated one would add in another order, and a
-    token whose sum lies at a rule's bar would change.
-    """
-    return _running_sum(values) if torch.compiler.is_compiling() else values.cumsum(-1)  # type: ignore[no-any-return]
-
-
-def running_log_sum(values: Tensor) -> Tensor:
-    """(S, w) fp32 -> logarithms of its products up to each rank; as `running_sum`."""
-    return _running_log_sum(values) if torch.compiler.is_compiling() else values.log().cumsum(-1)  # type: ignore[no-any-return]
-
-
-@torch.library.custom_op("dllm::running_sum", mutates_args=())
-def _running_sum(values: Tensor) -> Tensor:
-    return values.cumsum(-1)
-
-
-@torch.library.custom_op("dllm::running_log_sum", mutates_args=())
-def _running_log_sum(values: Tensor) -> Tensor:
-    return values.log().cumsum(-1)
-
-
-@_running_sum.register_fake
-@_running_log_sum.register_fake
-def _(values: Tensor) -> Tensor:
-    return torch.empty_like(values)

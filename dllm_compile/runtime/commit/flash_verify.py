@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...config import DecodingConfig
-from .base import Ranking, prefix, running_log_sum
+from ...kernels.running_sum import running_log_sum
+from .base import Ranking, prefix
 from .threshold import ThresholdRule
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .base import Ranking, prefix, running_sum
+from ...kernels.running_sum import running_sum
+from .base import Ranking, prefix
 
 
 @dataclass(frozen=True)
