@@ -4,7 +4,7 @@
 #
 #   make demo PYTHON=python3.12          another interpreter
 #   make test TORCH=torch==2.11.0        another torch (2.11 to 2.13)
-#   make test PYTEST_ARGS="-m 'not slow' -x"
+#   make test PYTEST_ARGS="-m 'not slow and not long' -x"
 #   make demo PIP_FLAGS="--index-url ..."   e.g. the index with torch's small CPU wheels
 #   make demo ARGS="--problems 8"        options of `dllm-compile demo`
 

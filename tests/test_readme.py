@@ -35,7 +35,7 @@ QUESTION = "Max has 324 stamps. Max gets 11 boxes of 84 stamps. How many stamps 
 
 # Lines that fetch a real checkpoint -> the bundled model.
 SUBSTITUTES = {
-    r"^model = AutoModel\.from_pretrained\(.*$": "model = dllm_compile.models.load_small()",
+    r"^model = dllm_compile\.load_remote\(.*$": "model = dllm_compile.models.load_small()",
     r"^tokenizer = AutoTokenizer\.from_pretrained\(.*$": "tokenizer = dllm_compile.models.load_small_tokenizer()",
 }
 
