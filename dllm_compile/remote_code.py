@@ -44,18 +44,19 @@ def load_remote(
         CheckpointError: the configuration names no code (`auto_map`).
         UnsupportedModelError: tied embeddings under transformers 5.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     source = os.fspath(path)
     where = {name: options[name] for name in ("revision", "code_revision", "token", "cache_dir") if name in options}
-    config = AutoConfig.from_pretrained(source, trust_remote_code=True, **where)
-    names = getattr(config, "auto_map", None) or {}
+    # Read before AutoConfig resolves it: a model type unknown to transformers is a ValueError there without code.
+    names = PretrainedConfig.get_config_dict(source, **where)[0].get("auto_map") or {}
     reference = names.get("AutoModel") or names.get("AutoModelForCausalLM")
     if reference is None:
         raise CheckpointError(
             f"the config.json of {source!r} names no modelling code: use LLaDAForMaskedDiffusion.from_pretrained"
         )
+    config = AutoConfig.from_pretrained(source, trust_remote_code=True, **where)
     model_class = get_class_from_dynamic_module(reference, source, **where)
     make_loadable(model_class, config)
     model: nn.Module = model_class.from_pretrained(source, config=config, dtype=dtype or "auto", **options)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dllm_compile.errors import CheckpointError, UnsupportedModelError
+from dllm_compile.models.small import CHECKPOINT
 from dllm_compile.remote_code import load_remote, make_loadable
 
 pytestmark = pytest.mark.usefixtures("remote_modules")
@@ -96,13 +97,29 @@ def test_plain_from_pretrained_works_afterwards(folder: Path):
     assert torch.equal(first.model.weight, second.model.weight)
 
 
-def test_no_code_is_said(folder: Path):
+@pytest.mark.parametrize("model_type", ["bert", "mini-llada", None])
+def test_no_code_is_said(folder: Path, model_type: str | None):
+    """Whether transformers knows the model type or not."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    del config["auto_map"]
-    config["model_type"] = "bert"
+    del config["auto_map"], config["model_type"]
+    if model_type is not None:
+        config["model_type"] = model_type
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match="names no modelling code"):
         load_remote(folder)
+
+
+def test_code_without_a_model_is_said(folder: Path):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config["auto_map"]["AutoModel"]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="names no modelling code"):
+        load_remote(folder)
+
+
+def test_a_checkpoint_of_this_package_names_no_code():
+    with pytest.raises(CheckpointError, match=r"LLaDAForMaskedDiffusion\.from_pretrained"):
+        load_remote(CHECKPOINT)
 
 
 def test_tied_embeddings_are_refused_where_they_would_be_wrong():
