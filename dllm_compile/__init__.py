@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import errors, models, presets
+    from . import errors, models, passes, presets
     from .api import OptimizedModel, optimize
     from .bisection.findings import BisectResult
     from .bisection.run import bisect
@@ -34,6 +34,7 @@ __all__ = [
     "load_remote",
     "models",
     "optimize",
+    "passes",
     "presets",
 ]
 
@@ -49,6 +50,7 @@ _HOME: dict[str, str | None] = {
     "load_remote": ".remote_code",
     "models": None,
     "optimize": ".api",
+    "passes": None,
     "presets": None,
 }
 

@@ -91,6 +91,16 @@ def test_import_touches_no_device():
     assert done.stdout.split()[1:] == ["torch.float32", "True"]
 
 
+def test_a_plain_import_loads_no_submodule_with_work_in_it():
+    code = "import sys, dllm_compile\nprint(*[name for name in sys.modules if name.startswith('dllm_compile.')])"
+    assert run_python(code).stdout.split() == []
+
+
+def test_presets_and_passes_need_no_import_of_their_own():
+    code = "import dllm_compile\nprint(dllm_compile.presets.PRESETS['dkv'].cache, *dllm_compile.passes.OPTIONAL)"
+    assert run_python(code).stdout.split()[:2] == ["dkv", "pack_qkv"]
+
+
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'optimise'"):
         _ = dllm_compile.optimise
