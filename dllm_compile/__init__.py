@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors, models, passes, presets
-    from .api import OptimizedModel, optimize
+    from .api import optimize
     from .bisection.findings import BisectResult
     from .bisection.run import bisect
     from .config import CompileConfig, DecodingConfig
+    from .optimized import OptimizedModel
     from .remote_code import load_remote
     from .runtime.output import GenerationOutput
 
@@ -44,7 +45,7 @@ _HOME: dict[str, str | None] = {
     "CompileConfig": ".config",
     "DecodingConfig": ".config",
     "GenerationOutput": ".runtime.output",
-    "OptimizedModel": ".api",
+    "OptimizedModel": ".optimized",
     "bisect": ".bisection.run",
     "errors": None,
     "load_remote": ".remote_code",

@@ -17,7 +17,7 @@ from .config import Cache, CompileConfig, Precision
 from .errors import ConfigError, DllmCompileError
 
 if TYPE_CHECKING:
-    from .api import OptimizedModel
+    from .optimized import OptimizedModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from .models.small.problem import Problem
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .api import OptimizedModel
+    from .optimized import OptimizedModel
 
 
 @dataclass(frozen=True)

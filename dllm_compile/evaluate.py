@@ -15,7 +15,7 @@ from .config import DecodingConfig
 from .errors import ConfigError
 
 if TYPE_CHECKING:
-    from .api import OptimizedModel
+    from .optimized import OptimizedModel
 
 
 @dataclass(frozen=True)

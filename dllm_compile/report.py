@@ -24,7 +24,7 @@ from .runtime.session import Session
 from .runtime.shape import ModelShape
 
 if TYPE_CHECKING:
-    from .api import OptimizedModel
+    from .optimized import OptimizedModel
 
 DEFAULT_SIZE = ExampleSize()
 """The size at which the work of a call is stated: one prompt of 256 tokens, 128 new ones in blocks of 32."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_compile import DecodingConfig, GenerationOutput
-from dllm_compile.api import OptimizedModel
+from dllm_compile.optimized import OptimizedModel
 from tests.reference.plain_loop import PlainResult, plain_decode
 from tests.runtime.tiny import options_of
 

@@ -19,7 +19,7 @@ from ..runtime.programs import ModelPrograms, Program
 from ..runtime.prompts import split_prompts
 
 if TYPE_CHECKING:
-    from ..api import OptimizedModel
+    from ..optimized import OptimizedModel
 
 
 class _Counted(ModelPrograms):

@@ -24,7 +24,7 @@ from .floor import call_work, floor_seconds
 from .plain import decode_plainly, plain_config
 
 if TYPE_CHECKING:
-    from ..api import OptimizedModel
+    from ..optimized import OptimizedModel
 
 OURS = "dllm_compile"
 

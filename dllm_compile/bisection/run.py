@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .._config_checks import chosen
-from ..api import OptimizedModel
 from ..config import CompileConfig, DecodingConfig
 from ..errors import PromptError
 from ..fp8_weights import refuse_released
+from ..optimized import OptimizedModel
 from ..runtime.ambient import plain_mode
 from ..runtime.facts import ModelFacts
 from ..runtime.prompt_forms import encoded

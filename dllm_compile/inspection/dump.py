@@ -23,7 +23,7 @@ from .examples import ExampleSize, example_inputs
 from .python_code import module_name, python_module
 
 if TYPE_CHECKING:
-    from ..api import OptimizedModel
+    from ..optimized import OptimizedModel
 
 SIZE = ExampleSize(prompt=5, answer=4, block=4, samples=2)
 """Of the recorded inputs: small, since a row has a cache row in every layer."""

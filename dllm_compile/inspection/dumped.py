@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..passes.graph import lookup
 
 if TYPE_CHECKING:
-    from ..api import OptimizedModel
+    from ..optimized import OptimizedModel
 
 WEIGHTS_FILE = "weights.safetensors"
 

@@ -16,7 +16,7 @@ from .blocks import block_drawing, block_path
 from .svg import svg
 
 if TYPE_CHECKING:
-    from ..api import OptimizedModel
+    from ..optimized import OptimizedModel
     from .dump import Dump, DumpedGraph
 
 _STYLE = """
