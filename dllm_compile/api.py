@@ -19,6 +19,7 @@ from .capture import capture, refuse_unsupported
 from .certify import LENGTH
 from .config import CompileConfig
 from .errors import ConfigError, UnsupportedModelError
+from .export_gate import OPTIMIZING
 from .fp8_weights import refuse_released
 from .optimized import OptimizedModel
 from .passes import FUSE, NORMALIZE, OPTIONAL, finishing_passes, run_passes
@@ -80,6 +81,12 @@ def optimize(
         raise ConfigError("fuse_bookkeeping=True uses the buffers of cuda_graphs, which is False: drop one")
     if release and config.precision == "checkpoint":
         raise ConfigError("release=True frees what FP8 copies replace, and precision='checkpoint' makes none: drop one")
+    with OPTIMIZING:
+        return _optimized(model, config, release, progress)
+
+
+def _optimized(model: nn.Module, config: CompileConfig, release: bool, progress: bool) -> OptimizedModel:
+    """`optimize` with options that do not contradict each other."""
     facts = _facts(model)
     refuse_released(model)
     refuse_unsupported(model)
@@ -91,7 +98,7 @@ def optimize(
     parameter = next(model.parameters())
     compiled, note = _decide_compile(config, parameter.device)
     if note is not None and config.compile is None:
-        warnings.warn(note, RuntimeWarning, stacklevel=2)
+        warnings.warn(note, RuntimeWarning, stacklevel=3)
     with torch.inference_mode(False), Stages(progress) as stage:
         stage("capturing")
         start = time.perf_counter()

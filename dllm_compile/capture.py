@@ -21,6 +21,7 @@ from torch.fx.graph import CodeGen
 from .alike_layers import MIN_LAYERS, NotAlike, find_repeated
 from .certify import deviation
 from .errors import CaptureError, DeviceMismatchError, UnsupportedModelError
+from .export_gate import EXPORT_GATE
 from .passes.graph import aten, check_metadata, fake_mode_of, find, lookup, output_node, placeholders
 from .stamping import stamp
 
@@ -201,7 +202,7 @@ def _export(source: nn.Module, ids: Tensor, max_length: int | None) -> GraphModu
     length = Dim.AUTO if max_length is None else Dim("length", min=1, max=max_length)
     dims = {0: Dim("batch", min=1, max=4096), 1: length}
     try:
-        with warnings.catch_warnings():
+        with EXPORT_GATE.exporting(), warnings.catch_warnings():
             # Deprecation notes of the exporter about its own tree specs: nothing a user can act on.
             warnings.simplefilter("ignore")
             # Guards become asserts in the graph, which are dropped: torch 2.11 cannot prove on a card that, for

@@ -25,6 +25,7 @@ from .errors import (
     ReleasedWeightsError,
     UnsupportedModelError,
 )
+from .export_gate import EXPORT_GATE
 from .fp8_weights import parameters_of, refresh
 from .fp8_weights import release as free_weights
 from .inspection.dump import dump_graphs
@@ -285,7 +286,7 @@ class OptimizedModel(nn.Module):
             raise PromptTooLongError(f"a row has {longest} tokens, more than max_sequence_length={limit}: shorten it")
         if longest == 0:
             raise PaddingError("attention_mask hides every token: give each batch at least one token")
-        with plain_mode():
+        with plain_mode(), EXPORT_GATE.running():
             ids = input_ids.to(self.device)[mask.to(self.device)].clone()
             positions = (mask.cumsum(1) - 1)[mask].to(self.device)
             tiles = tile_table(lengths.cpu(), self.programs.tile_rows).to(self.device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._config_checks import chosen
 from ..config import CompileConfig, DecodingConfig
 from ..errors import PromptError
+from ..export_gate import OPTIMIZING
 from ..fp8_weights import refuse_released
 from ..optimized import OptimizedModel
 from ..runtime.ambient import plain_mode
@@ -77,7 +78,7 @@ def bisect(
     check_prompts([ids], facts, decoding)
     check_mask_token(facts)
     stack = Stack(model, ids, config, decoding, stop=stop, told=_tell if progress else lambda layer: None)
-    with torch.inference_mode(False), plain_mode(), torch.no_grad(), contextlib.suppress(Fault):
+    with OPTIMIZING, torch.inference_mode(False), plain_mode(), torch.no_grad(), contextlib.suppress(Fault):
         stack.compare()
     return BisectResult(tuple(stack.findings), tuple(stack.skipped))
 

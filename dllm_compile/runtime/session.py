@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..config import DecodingConfig, NewShapes
+from ..export_gate import EXPORT_GATE
 from .cache import Look, cache_policy
 from .capacity import Capacity, bucket
 from .captured import MOST_CAPTURED_ROWS, CapturedSteps
@@ -156,11 +157,12 @@ class Session:
         Args:
             refreshing: samples that are due compute all their rows; otherwise they wait.
         """
-        if self.captured is None:
-            self._step(refreshing)
-        else:
-            refreshing = refreshing and self._due  # the same step, where none is due
-            self.captured.run(self._key(self.captured, refreshing), lambda: self._step(refreshing))
+        with EXPORT_GATE.running():
+            if self.captured is None:
+                self._step(refreshing)
+            else:
+                refreshing = refreshing and self._due  # the same step, where none is due
+                self.captured.run(self._key(self.captured, refreshing), lambda: self._step(refreshing))
         self.cache.stepped(self.layout)
 
     def _key(self, captured: CapturedSteps, refreshing: bool) -> tuple[bool, int] | None:
