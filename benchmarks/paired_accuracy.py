@@ -12,10 +12,8 @@ import torch
 
 import dllm_compile
 from dllm_compile import CompileConfig, DecodingConfig
-from dllm_compile.evaluate import evaluate
+from dllm_compile.evaluate import FAMILIES, evaluate
 from dllm_compile.models import load_small, load_small_tokenizer
-
-FAMILIES = ("arithmetic", "code", "prose")
 
 Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By group, by name: the fields of `DecodingConfig` that a setting sets. The first of all is the base."""

@@ -14,11 +14,19 @@ import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .config import DecodingConfig
+from .errors import ConfigError
+from .presets import PRESETS
 
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for every field of `DecodingConfig`; one that is not given leaves the field's default."""
+    """Add `--preset` and an option for every field of `DecodingConfig`; one that is not given leaves the field alone."""
     group = parser.add_argument_group("decoding", "the fields of DecodingConfig")
+    group.add_argument(
+        "--preset",
+        metavar="NAME",
+        choices=PRESETS,
+        help=f"a work's settings for a task; options beside it win. One of: {', '.join(PRESETS)}",
+    )
     hints = get_type_hints(DecodingConfig)
     texts = _field_texts()
     for field in dataclasses.fields(DecodingConfig):
@@ -32,12 +40,25 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
 
 
 def decoding_config(namespace: argparse.Namespace) -> DecodingConfig:
-    """The configuration that the given options ask for; raises `ConfigError` if they contradict each other."""
-    given = {f.name: getattr(namespace, f.name) for f in dataclasses.fields(DecodingConfig) if f.name in namespace}
+    """The configuration that the given options ask for, on top of the preset's where one is named.
+
+    Raises:
+        ConfigError: options contradict each other, or what the preset sets.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(DecodingConfig)}
+    given = {name: getattr(namespace, name) for name in defaults if name in namespace}
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = value[0] if len(value) == 1 and isinstance(value[0], str) else tuple(value)
-    return DecodingConfig(**given)
+    if namespace.preset is None:
+        return DecodingConfig(**given)
+    preset = PRESETS[namespace.preset]
+    try:
+        return preset.replace(**given)
+    except ConfigError as error:
+        left = {name: getattr(preset, name) for name in defaults if name not in given}
+        sets = ", ".join(f"{name}={value!r}" for name, value in left.items() if value != defaults[name])
+        raise ConfigError(f"{error} (--preset {namespace.preset} sets {sets})") from error
 
 
 def _help(text: str, default: object) -> str:

@@ -15,6 +15,7 @@ from . import __version__, _checkpoints
 from ._decoding_options import add_decoding_options, decoding_config
 from .config import Cache, CompileConfig, Precision
 from .errors import ConfigError, DllmCompileError
+from .evaluate import FAMILIES
 
 if TYPE_CHECKING:
     from .optimized import OptimizedModel
@@ -43,7 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = _command(commands, "generate", _generate, "decode a prompt")
     generate.add_argument("prompt", metavar="PROMPT", nargs="+", help="one or more prompts; - reads one from stdin")
-    generate.add_argument("--stream", action="store_true", help="show the canvas while it denoises (one prompt)")
+    generate.add_argument(
+        "--stream", action="store_true", help="show the canvas while it denoises: one prompt, in a terminal"
+    )
     generate.add_argument("--stats", action="store_true", help="print forwards and tokens per forward to stderr")
     generate.add_argument("--no-chat", action="store_true", help="give the prompt as it is, without a chat template")
     add_decoding_options(generate)
@@ -61,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     evaluate = _command(commands, "eval", _evaluate, "accuracy on the bundled model's held-out problems")
-    evaluate.add_argument("--family", default="arithmetic", help="problem family [arithmetic]")
+    evaluate.add_argument("--family", default="arithmetic", choices=FAMILIES, help="problem family [arithmetic]")
     evaluate.add_argument("-n", "--problems", type=int, default=500, help="how many [500]")
     evaluate.add_argument("--batch-size", type=int, default=50, help="prompts decoded together [50]")
     evaluate.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -123,11 +126,13 @@ def _compile_config(arguments: argparse.Namespace) -> CompileConfig:
 
 def _generate(arguments: argparse.Namespace) -> int:
     config = decoding_config(arguments)  # before the model is loaded: a contradiction is said at once
+    if arguments.stream and len(arguments.prompt) > 1:
+        raise ConfigError(f"--stream shows one prompt, not {len(arguments.prompt)}: decode them one at a time")
     prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
     checkpoint, fast = _load(arguments)
     ids = [checkpoint.encode(prompt, chat=not arguments.no_chat) for prompt in prompts]
     streamer = None
-    if arguments.stream:
+    if arguments.stream and sys.stdout.isatty():  # a canvas is redrawn in place; a file or a pipe gets the answer
         from .runtime.streamers import CanvasStreamer
 
         streamer = CanvasStreamer(checkpoint.tokenizer)

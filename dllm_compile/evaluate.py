@@ -17,6 +17,9 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from .optimized import OptimizedModel
 
+FAMILIES = ("arithmetic", "code", "prose")
+"""Families of held-out problems."""
+
 
 @dataclass(frozen=True)
 class Evaluation:

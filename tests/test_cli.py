@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import pytest
 import dllm_compile
 from dllm_compile import DecodingConfig, cli
 from dllm_compile._decoding_options import add_decoding_options, decoding_config
+from dllm_compile.errors import ConfigError
+from dllm_compile.evaluate import FAMILIES
 from dllm_compile.models.small import CHECKPOINT
+from dllm_compile.presets import PRESETS
 from tests.conftest import tiny_model
 
 FIELDS = [field.name for field in dataclasses.fields(DecodingConfig)]
@@ -62,6 +66,43 @@ def test_options_reach_the_fields(words: list[str], fields: dict[str, Any] | Non
         for name, value in zip(words[::2], words[1::2], strict=True)
     }
     assert parse(*words) == DecodingConfig(**expected)
+
+
+def test_a_preset_and_what_stands_beside_it():
+    assert parse("--preset", "flash/mbpp") == PRESETS["flash/mbpp"]
+    changed = parse("--preset", "flash/mbpp", "--max-new-tokens", "64", "--track", "32", "--threshold", "0.8")
+    assert changed == PRESETS["flash/mbpp"].replace(max_new_tokens=64, track=32, threshold=0.8)
+
+
+def test_an_unknown_preset_is_answered_with_the_names(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["generate", "x", "--preset", "flash/gsm"])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert "--preset: invalid choice: 'flash/gsm'" in error
+    assert all(name in error for name in PRESETS)
+
+
+def test_what_contradicts_a_preset_is_said_with_what_it_sets():
+    with pytest.raises(ConfigError, match=r"\(--preset flash/gsm8k sets .*threshold=0\.9.*\)"):
+        parse("--preset", "flash/gsm8k", "--factor", "1")
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "bench"])
+def test_presets_are_in_the_help(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    shown = "".join(capsys.readouterr().out.split())  # names are broken at their hyphens
+    assert ",".join(PRESETS) in shown
+
+
+def test_families_are_in_the_help(capsys: pytest.CaptureFixture[str]):
+    from dllm_compile.models.small.families import MAKERS
+
+    assert tuple(MAKERS) == FAMILIES
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--help"])
+    assert f"{{{','.join(MAKERS)}}}" in capsys.readouterr().out
 
 
 def test_contradiction_is_one_line_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]):
@@ -165,14 +206,34 @@ def test_generate_reads_stdin_and_several_prompts(
     assert together.out == alone
 
 
-def test_stream_gives_the_answer_block_by_block(capsys: pytest.CaptureFixture[str], checkpoint: Path):
-    words = ["generate", "Tom has 3 pens and buys 4 more.", "--model", str(checkpoint), *SHORT]
+CODE_PROMPT = (
+    "Write a Python function process(nums) that returns the sum of the numbers above 15 plus 10 in the list nums."
+)
+
+
+def test_stream_into_a_pipe_gives_the_answer_as_it_is(capsys: pytest.CaptureFixture[str]):
+    """An answer of several lines: they stay lines."""
+    words = ["generate", CODE_PROMPT, "--no-chat", "--threshold", "0.9", *SHORT[:3]]
     assert cli.main(words) == 0
     plain = capsys.readouterr().out
+    assert plain.count("\n") > 1
     assert cli.main([*words, "--stream"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 1  # outside a terminal: a line for each finished block, its line breaks written out
-    assert "".join(lines) == plain.removesuffix("\n").replace("\n", "\\n")
+    assert capsys.readouterr().out == plain
+
+
+def test_stream_into_a_terminal_draws(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+):
+    """Masks are seen, and what stands there at the end is the answer."""
+    words = ["generate", "Tom has 3 pens and buys 4 more.", "--model", str(checkpoint), *SHORT]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert cli.main([*words, "--stream"]) == 0
+    assert "░" in capsys.readouterr().out
+
+
+def test_stream_takes_one_prompt(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["generate", "a", "b", "--stream", "--model", "/nowhere"]) == 1
+    assert "--stream shows one prompt, not 2" in capsys.readouterr().err
 
 
 def test_report_and_dump(capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path):
