@@ -53,7 +53,9 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
 FP8_BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = dict.fromkeys(
     ("fp8_granularity", "fp8_skip_layers", "fp8_linears"), ("precision", ("fp8", "auto"))
 )
-# Integers, and the least value of each; None where every integer will do.
+# Most that an integer may be: sums of a few stay far inside of int64.
+MOST = 2**31 - 1
+# Integers up to MOST, and the least value of each; None where every integer will do.
 INTEGERS: dict[str, int | None] = {
     "max_new_tokens": 1,
     "block_length": 1,
@@ -157,7 +159,7 @@ def normalise(config: Any) -> None:
     for option, least in INTEGERS.items():
         value = getattr(config, option)
         if value is not None or fields[option].default is not None:
-            found[option] = integer(option, value, least)
+            found[option] = integer(option, value, least, None if option == "seed" else MOST)
     for option, (low, included) in NUMBERS.items():
         value = getattr(config, option)
         if value is not None or fields[option].default is not None:
@@ -171,13 +173,15 @@ def normalise(config: Any) -> None:
         object.__setattr__(config, option, value)
 
 
-def integer(name: str, value: object, least: int | None = None) -> int:
+def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
     """`value` as an int: an int or what counts as one (numpy's integers), but no bool.
 
     Raises:
-        ConfigError: it is none, or is smaller than `least`.
+        ConfigError: it is none, or is smaller than `least` or larger than `most`.
     """
     found = _index(value)
+    if found is not None and most is not None and abs(found) > most:
+        raise ConfigError(f"{name} must be at most {most}, not {value!r}: where that means everything, say {most}")
     if found is None or (least is not None and found < least):
         kind = "an integer" if least is None else f"an integer of at least {least}"
         raise ConfigError(f"{name} must be {kind}, not {value!r}")

@@ -13,7 +13,7 @@ import torch
 
 import dllm_compile
 from dllm_compile import CompileConfig, DecodingConfig
-from dllm_compile._config_checks import INTEGERS, NUMBERS, SWITCHES
+from dllm_compile._config_checks import INTEGERS, MOST, NUMBERS, SWITCHES
 from dllm_compile.errors import ConfigError
 from dllm_compile.runtime.facts import ModelFacts, id_tuple
 from tests.conftest import tiny_model
@@ -216,3 +216,20 @@ def test_sizes_of_a_verify_pass():
     assert config.replace(verify_candidates=20).verify_size == 36
     assert config.replace(window_length=1).most_candidates == 1
     assert config.replace(gamma=1.1, threshold=0.8).rule_parameter == 0.8
+
+
+@pytest.mark.parametrize("option", [name for name in INTEGERS if name != "seed"])
+def test_numbers_that_sums_would_overflow_are_refused(option):
+    """Where everything is meant, the largest number that is allowed says so."""
+    for value in (2**63 - 1, 10**30, MOST + 1):
+        with pytest.raises(ConfigError, match=f"{option} must be at most {MOST}"):
+            DecodingConfig(**{**BESIDE.get(option, {}), option: value})
+
+
+def test_the_largest_looks_are_everything():
+    fast = dllm_compile.optimize(tiny_model(), compile=False)
+    whole = {"cache": "vicinity", "prefix_look": 99, "after_look": 99}, {"cache": "flash", "lookahead": 99, "track": 99}
+    for options in whole:
+        largest = {name: MOST if value == 99 else value for name, value in options.items()}
+        few, most = (fast.generate([1, 2, 3], max_new_tokens=8, **one).sequences for one in (options, largest))
+        assert torch.equal(few, most)

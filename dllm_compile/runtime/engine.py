@@ -15,6 +15,7 @@ from ..config import DecodingConfig
 from ..errors import DllmCompileError
 from .cache import Look
 from .capacity import Capacity
+from .commit.flash_verify import within_canvas
 from .facts import ModelFacts, stop_ids
 from .layout import Sample
 from .output import FinishedRow, GenerationOutput, build_output
@@ -99,6 +100,7 @@ def borrowed_session(
     sessions: SessionPool | None,
 ) -> Iterator[Session]:
     """A session with room for `samples`, of which as many as there are free slots are decoded at a time."""
+    config = within_canvas(config, max(sample.length for sample in samples))
     if sessions is None or not config.is_capturable:
         yield Session(programs, facts, config, slots.rows)
         return

@@ -136,6 +136,25 @@ def test_threads_do_not_disturb_each_other(fast):
             assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
+@pytest.mark.parametrize(
+    "large", [{"verify_candidates": 10**6}, {"window_length": 10**6}, {"verify_rows": 10**6}], ids=str
+)
+@pytest.mark.parametrize("rule", LOOSE)
+def test_sizes_beyond_the_canvas_are_its_size(fast, rule, large):
+    """A pass has no more rows than canvases fill: its tables would not fit into any memory."""
+    config = DecodingConfig(
+        **{**VERIFY, **LOOSE[rule], "window_length": 8, "lookahead": 4, "max_new_tokens": 20, **large}
+    )
+    longest = 20 + 9
+    own = {"window_length": longest, "verify_candidates": longest, "verify_rows": 2 * longest}
+    if "window_length" not in large:
+        own["window_length"] = 8
+    if "verify_candidates" not in large and "window_length" not in large:
+        own["verify_candidates"] = 4
+    output = fast.generate(prompts_of(9, 3, seed=2), config)
+    assert torch.equal(output.sequences, fast.generate(prompts_of(9, 3, seed=2), config, **own).sequences)
+
+
 def test_the_longest_canvas(fast):
     """G12: positions up to the end of the rotary tables; one more is refused."""
     config = config_of("product", max_new_tokens=28)

@@ -31,6 +31,21 @@ class Search:
     real: Tensor
 
 
+def within_canvas(config: DecodingConfig, longest: int) -> DecodingConfig:
+    """The same decoding with no larger window, candidates and verify pass than canvases of `longest` positions fill.
+
+    A verify pass has the size that its options name, so "everything" as an option would be rows that are never used.
+    """
+    largest = max(2 * config.window_length, 2 * config.most_candidates, config.verify_rows or 0)
+    if config.rule != "flash_verify" or largest <= 2 * longest:
+        return config
+    return config.replace(
+        window_length=min(config.window_length, longest),
+        verify_candidates=min(config.most_candidates, longest),
+        verify_rows=None if config.verify_rows is None else min(config.verify_rows, 2 * longest),
+    )
+
+
 @dataclass(frozen=True)
 class FlashVerifyRule(ThresholdRule):
     """Commit what is confident (`ThresholdRule`), then the longest prefix of the drafts that a second pass confirms.
