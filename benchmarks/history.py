@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from . import drawing
 from .figures import Result, ResultError
 
 Panels = dict[tuple[str, str], list[Result]]
@@ -86,13 +87,7 @@ def draw(panels: Panels, path: Path, most: int) -> None:
     Raises:
         ResultError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ResultError("drawing needs matplotlib: pip install 'dllm-compile[plot]'") from error
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = drawing.pyplot()
     figure, axes = plt.subplots(len(panels), 1, figsize=(10, 3.6 * len(panels)), squeeze=False)
     for axis, ((case, card), results) in zip(axes[:, 0], panels.items(), strict=True):
         places = range(len(results))
@@ -106,6 +101,4 @@ def draw(panels: Panels, path: Path, most: int) -> None:
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+    drawing.save(figure, path)

@@ -19,7 +19,7 @@ from .presets import PRESETS
 
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--preset` and an option for every field of `DecodingConfig`; one that is not given leaves the field alone."""
+    """Add `--preset` and an option for every field of `DecodingConfig`; one that is not given changes nothing."""
     group = parser.add_argument_group("decoding", "the fields of DecodingConfig")
     group.add_argument(
         "--preset",

@@ -89,7 +89,7 @@ def require_torchao() -> Any:
             import torchao.quantization
     except ImportError as error:
         raise MissingPackageError(
-            "precision='fp8' quantizes weights with torchao, which is not installed: pip install dllm_compile[fp8]"
+            "precision='fp8' quantizes weights with torchao, which is not installed: pip install -e '.[fp8]'"
         ) from error
     return torchao.quantization
 

@@ -98,7 +98,7 @@ def decide(config: CompileConfig, device: torch.device, dtype: torch.dtype, laye
     if reason is None and device.type == "cpu":
         reason = "a CPU gains nothing from FP8"
     if reason is None and importlib.util.find_spec("torchao") is None:
-        reason = "torchao is not installed (pip install dllm_compile[fp8])"
+        reason = "torchao is not installed (pip install -e '.[fp8]')"
     return reason is None, None if reason is None else f"precision='auto' stays with the checkpoint's: {reason}"
 
 

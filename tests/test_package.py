@@ -86,3 +86,16 @@ def test_the_makefile_pins_a_supported_torch():
     (bounds,) = (line for line in project["dependencies"] if line.startswith("torch>"))
     low, high = (tuple(int(part) for part in pair) for pair in re.findall(r"[<>]=?(\d+)\.(\d+)", bounds))
     assert low <= (int(pinned[1]), int(pinned[2])) < high
+
+
+def test_messages_name_extras_that_can_be_installed():
+    """The package is on no index: extras are installed from the checkout."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = set()
+    for folder in ("dllm_compile", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for hint in re.findall(r"pip install ([^\n]*)", path.read_text(encoding="utf-8")):
+                command = re.match(r"-e '\.\[(\w+)\]'", hint)
+                assert command is not None, f"{path}: pip install {hint}"
+                named.add(command[1])
+    assert {"fp8", "debug", "plot"} <= named <= set(extras)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.compile made of a program, decompiled by depyf (optional, `pip install dllm_compile[debug]`)."""
+"""What torch.compile made of a program, decompiled by depyf (optional, `pip install -e '.[debug]'`)."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def dump_graphs(fast: OptimizedModel, directory: str | Path, *, decompile: bool 
     from .page import write_page
 
     if decompile and not has_depyf():
-        raise MissingPackageError("decompile=True needs depyf, which is not installed: pip install dllm_compile[debug]")
+        raise MissingPackageError("decompile=True needs depyf, which is not installed: pip install -e '.[debug]'")
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(fast.programs, ModelPrograms):

@@ -55,4 +55,4 @@ def test_nothing_to_draw(tmp_path: Path, folder: Path, capsys: pytest.CaptureFix
 def test_without_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["history", str(folder), "--out", str(folder / "x.svg")]) == 2
-    assert "pip install 'dllm-compile[plot]'" in capsys.readouterr().err
+    assert "pip install -e '.[plot]'" in capsys.readouterr().err
