@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     for name in (*CASES, *COMMANDS):
         about = _docstring(name)
-        one = parsers.add_parser(name, help=about.partition("\n")[0], description=about, formatter_class=_AsWritten)
+        short = about.partition("\n")[0].replace("%", "%%")  # a help text is expanded, a description is not
+        one = parsers.add_parser(name, help=short, description=about, formatter_class=_AsWritten)
         if name in CASES:
             one.add_argument("--json", type=Path, help="write the figures there")
             one.add_argument("--commit", help="the commit that is measured, where the folder is no checkout")
@@ -74,7 +75,7 @@ def _docstring(name: str) -> str:
     """What a case says of itself, without importing it."""
     place = Path(__file__).with_name((CASES | COMMANDS)[name])
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").replace("%", "%%")
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
 
 
 def _module(name: str) -> ModuleType:

@@ -17,7 +17,7 @@ from dllm_compile.certify import decibels, relative_error
 from dllm_compile.evaluate import evaluate
 from dllm_compile.models.small.problem import held_out
 
-from .paired_accuracy import FAMILIES, paired
+from .paired_accuracy import FAMILIES, p_value, paired
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "checkpoint": {},
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(row)
             print(
                 f"{name}, {family}: {100 * found.accuracy:.1f} ± {100 * found.accuracy_error:.1f} %, "
-                f"{row['gained']} gained, {row['lost']} lost (p = {row['p']:.2f})",
+                f"{row['gained']} gained, {row['lost']} lost (p: {p_value(row['p'])})",
                 flush=True,
             )
     return rows
@@ -130,7 +130,7 @@ def table(result: dict[str, Any]) -> str:
             cell = f"{100 * row['accuracy']:.1f} ± {100 * row['accuracy_error']:.1f} %"
             if name != names[0]:
                 change = f"{100 * row['difference']:+.1f} ± {100 * row['difference_error']:.1f}"
-                cell += f"; {change}; {row['p']:.2f}"
+                cell += f"; {change}; {p_value(row['p'])}"
             cells.append(cell)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [

@@ -63,12 +63,12 @@ def main(arguments: argparse.Namespace) -> int:
         page = PAGES[result["case"]]
         path = ROOT / page.path
         text = filled(path.read_text(encoding="utf-8"), result["case"], _function(page.table)(result))
+        if page.picture is not None and page.drawing is not None:
+            _function(page.picture)(result["rows"], ROOT / page.drawing)
     except ResultError as error:
         print(f"pages: {error}", file=sys.stderr)
         return 2
     path.write_text(text, encoding="utf-8")
-    if page.picture is not None and page.drawing is not None:
-        _function(page.picture)(result["rows"], ROOT / page.drawing)
     return 0
 
 

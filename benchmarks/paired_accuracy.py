@@ -41,7 +41,7 @@ def evaluate_settings(groups: Groups, arguments: argparse.Namespace) -> list[dic
                 found = evaluate(
                     fast,
                     tokenizer,
-                    DecodingConfig(**options),
+                    DecodingConfig(**options, check_every=1),  # no rows of samples that have ended are counted
                     family=family,
                     problems=arguments.problems,
                     batch_size=arguments.batch_size,
@@ -78,6 +78,11 @@ def paired(base: tuple[bool, ...], other: tuple[bool, ...]) -> dict[str, Any]:
     }
 
 
+def p_value(p: float) -> str:
+    """A p-value with two digits, which are never 0.00."""
+    return "< 0.005" if p < 0.005 else f"{p:.2f}"
+
+
 def rows_a_token(row: dict[str, Any]) -> float:
     """Rows computed for each answer token."""
     return float(row["row_forwards"] / row["answer_tokens"])
@@ -110,7 +115,7 @@ def table(result: dict[str, Any]) -> str:
             cell = f"{100 * row['accuracy']:.1f} %; "
             if f"{group}, {name}" != base:
                 error = 100 * row["difference_error"]
-                cell += f"{100 * row['difference']:+.1f} ± {error:.1f} ({row['p']:.2f}); "
+                cell += f"{100 * row['difference']:+.1f} ± {error:.1f} ({p_value(row['p'])}); "
             cells.append(cell + f"{row['tokens_per_forward']:.2f}; {rows_a_token(row):.0f}")
         lines.append(f"| {group}, {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

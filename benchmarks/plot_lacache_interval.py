@@ -6,6 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from . import drawing
+from .paired_accuracy import p_value
+
 
 def table(result: dict[str, Any]) -> str:
     """Rows of the page's table."""
@@ -29,7 +32,7 @@ def _change(row: dict[str, Any]) -> str:
     """Points lost or gained, with their standard error; nothing in files made before rows were paired."""
     if "difference" not in row:
         return ""
-    return f"{100 * row['difference']:+.1f} ± {100 * row['difference_error']:.1f} ({row['p']:.2f})"
+    return f"{100 * row['difference']:+.1f} ± {100 * row['difference_error']:.1f} ({p_value(row['p'])})"
 
 
 def _ms(row: dict[str, Any]) -> float:
@@ -39,8 +42,7 @@ def _ms(row: dict[str, Any]) -> float:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Accuracy with its standard error, and milliseconds a forward, against the interval."""
-    import matplotlib.pyplot as plt
-
+    plt = drawing.pyplot()
     wide = [row for row in rows if row["name"].startswith("wide")]
     labels = [row["name"].removeprefix("wide, ") for row in wide]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
@@ -56,10 +58,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     right.plot(range(len(wide)), [_ms(row) for row in wide], marker="o")
     right.axhline(_ms(rows[0]), color="grey", linestyle="--", label="uncached")
     right.set_ylabel("ms a forward")
-    right.set_ylim(bottom=0)
+    right.set_ylim(bottom=0, top=1.08 * max(map(_ms, [rows[0], *wide])))
     for axis in (left, right):
         axis.set_xticks(range(len(wide)), labels, rotation=45, ha="right")
         axis.set_xlabel("state filled anew")
         axis.legend()
     figure.tight_layout()
-    figure.savefig(path)
+    drawing.save(figure, path)

@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import pages
+from benchmarks import drawing, pages, plot_frontier, plot_lacache_interval
+from benchmarks.__main__ import main
 from benchmarks.figures import ResultError
-from benchmarks.paired_accuracy import paired, table
+from benchmarks.paired_accuracy import p_value, paired, table
 
+ROOT = pages.ROOT
 ENVIRONMENT = {"card": "a card", "torch": "2.13", "commit": "abc"}
 ROW = {
     "problems": 10,
@@ -77,3 +84,113 @@ def test_pairs():
         "p": 1.0,
     }
     assert paired((True,) * 6, (False,) * 6)["p"] == pytest.approx(2 / 64)
+
+
+@pytest.mark.parametrize(
+    ("p", "shown"),
+    [(1.0, "1.00"), (0.047, "0.05"), (0.0051, "0.01"), (0.005, "0.01"), (0.00499, "< 0.005"), (0.0, "< 0.005")],
+)
+def test_no_p_value_is_shown_as_zero(p: float, shown: str):
+    assert p_value(p) == shown
+
+
+def _results(case: str) -> list[Path]:
+    """The committed files that a page's table was made of: those of its card and commit, in the order of names."""
+    text = (ROOT / pages.PAGES[case].path).read_text(encoding="utf-8")
+    where = re.match(r"(.*), torch .*, commit (\w+);", text.partition(f"<!-- table: {case} -->\n")[2])
+    assert where is not None
+    found = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        environment = result["environment"]
+        if (result["case"], environment["card"], environment["commit"]) == (case, *where.groups()):
+            found.append(path)
+    return found
+
+
+@pytest.mark.parametrize("case", ["frontier", "policies", "fp8-accuracy", "lacache-interval"])
+def test_committed_tables_are_those_of_committed_results(case: str):
+    text = (ROOT / pages.PAGES[case].path).read_text(encoding="utf-8")
+    table_of = pages._function(pages.PAGES[case].table)
+    assert pages.filled(text, case, table_of(pages.joined(_results(case)))) == text
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+
+PICTURES = [case for case, page in pages.PAGES.items() if page.drawing]
+
+
+def _repository(top: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Path]:
+    """A copy of a case's page alone: the words of the command that fills it, and where its picture goes."""
+    page = pages.PAGES[case]
+    assert page.drawing is not None
+    (top / page.path).parent.mkdir()
+    shutil.copy(pages.ROOT / page.path, top / page.path)
+    monkeypatch.setattr(pages, "ROOT", top)
+    return ["pages", *map(str, _results(case))], top / page.drawing
+
+
+@pytest.mark.parametrize("case", PICTURES)
+def test_without_matplotlib_it_is_said_and_nothing_is_written(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    words, picture = _repository(tmp_path, case, monkeypatch)
+    page = tmp_path / pages.PAGES[case].path
+    page.write_text(f"<!-- table: {case} -->\nold\n{pages.END}\n", encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(words) == 2
+    assert capsys.readouterr().err == "pages: drawing needs matplotlib: pip install -e '.[plot]'\n"
+    assert "old" in page.read_text(encoding="utf-8")
+    assert not picture.exists()
+
+
+@pytest.mark.parametrize("case", PICTURES)
+def test_drawing_twice_gives_the_same_bytes(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("matplotlib")
+    words, picture = _repository(tmp_path, case, monkeypatch)
+    assert main(words) == 0
+    first = picture.read_bytes()
+    picture.unlink()
+    assert main(words) == 0
+    assert picture.read_bytes() == first
+    assert b"<dc:date>" not in first
+
+
+def _figure(case: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is drawn, before it is written."""
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr(drawing, "save", lambda figure, path: figures.append(figure))
+    draw = {"frontier": plot_frontier.draw, "lacache-interval": plot_lacache_interval.draw}[case]
+    draw(pages.joined(_results(case))["rows"], Path("nowhere.svg"))
+    (figure,) = figures
+    figure.canvas.draw()
+    return figure
+
+
+def test_ticks_of_a_logarithmic_axis_are_plain_numbers_side_by_side(monkeypatch: pytest.MonkeyPatch):
+    axes = [axis for axis in _figure("frontier", monkeypatch).axes if axis.get_xscale() == "log"]
+    assert len(axes) == 3
+    for axis in axes:
+        low, high = axis.get_xlim()
+        ticks = [*axis.xaxis.get_major_ticks(), *axis.xaxis.get_minor_ticks()]
+        shown = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high and tick.label1.get_text()]
+        assert len(shown) > 2
+        assert all(float(label.get_text()) > 0 for label in shown)  # in full: no power of ten
+        boxes = sorted((label.get_window_extent() for label in shown), key=lambda box: box.x0)
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+
+
+def test_the_dashed_line_is_in_the_legend(monkeypatch: pytest.MonkeyPatch):
+    (legend,) = [axis.get_legend() for axis in _figure("frontier", monkeypatch).axes if axis.get_legend()]
+    assert legend.get_texts()[0].get_text() == "quota, one token a step"
+
+
+def test_no_marker_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    """Nor hidden in part by the frame: there is room above the highest one."""
+    figure = _figure("lacache-interval", monkeypatch)
+    for axis in figure.axes:
+        for line in (line for line in axis.get_lines() if line.get_marker() == "o"):
+            radius = (line.get_markersize() + line.get_markeredgewidth()) / 2 * figure.dpi / 72
+            highest = max(y for _, y in axis.transData.transform(line.get_xydata()))
+            assert highest + 2 * radius < axis.bbox.y1
