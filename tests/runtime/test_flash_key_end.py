@@ -12,18 +12,17 @@ import dllm_compile
 from dllm_compile._compat import can_compile
 from dllm_compile.config import DecodingConfig
 from dllm_compile.errors import ConfigError, PromptTooLongError
-from dllm_compile.models.small.problem import held_out
 from dllm_compile.runtime import stages
 from dllm_compile.runtime.cache.row_plan import RowPlan
 from dllm_compile.runtime.engine import decode
 from dllm_compile.runtime.layout import Sample
 from dllm_compile.runtime.session import Session, SessionPool
-from tests.reference.llada_rows import LladaRows
 
+from .bundled import assert_equals_reference, prompts_of_problems
 from .policies import rows_of
 from .test_engine import _NoHostRead
 from .test_flash_verify import SMALL, STOP, sharp
-from .tiny import EOS, FACTS, MASK, CachedPrograms, TinyModel, assert_equals_cached, cached, prompts_of
+from .tiny import EOS, FACTS, MASK, CachedPrograms, TinyModel, assert_equals_cached, prompts_of
 
 LONG = dataclasses.replace(FACTS, max_sequence_length=300)
 LENGTHS = (1, 12, 31, 108)  # the last canvas ends at 128, and its keys at 256
@@ -219,17 +218,8 @@ def test_refusals(model):
 @pytest.mark.parametrize("problems", [2, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_bundled_model(small_model, small_fast: dllm_compile.OptimizedModel, small_tokenizer, problems):
     """Keys, tracked tokens and the end of an answer as in Flash-dLLM's released code, token for token in fp32."""
-    texts = [problem.prompt for problem in held_out("arithmetic", problems)]
-    prompts = [torch.tensor(small_tokenizer(text)["input_ids"]) for text in texts]
+    prompts = prompts_of_problems(small_tokenizer, problems)
     released = {"key_end": "released", "pin": "released", "eos": "rightmost"}
     config = DecodingConfig(max_new_tokens=40, cache="flash", commit="flash_verify", track=16, lookahead=16, **released)
-    reference = LladaRows(small_model)
     for first in range(0, problems, 2):
-        batch = prompts[first : first + 2]
-        with torch.no_grad():
-            expected = cached(reference, batch, config, small_fast.facts)
-        output = small_fast.generate(batch, config)
-        longest = max(map(len, batch))
-        for row, prompt, one in zip(output.sequences, batch, expected, strict=True):
-            assert row[longest - len(prompt) :].tolist() == one.canvas
-        assert output.stats.forwards_per_row == tuple(one.forwards for one in expected)
+        assert_equals_reference(small_fast, small_model, prompts[first : first + 2], config, alone=0)

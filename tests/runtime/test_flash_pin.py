@@ -9,10 +9,9 @@ import torch
 import dllm_compile
 from dllm_compile.config import DecodingConfig
 from dllm_compile.errors import ConfigError
-from dllm_compile.models.small.problem import held_out
 from dllm_compile.runtime.engine import decode
-from tests.reference.llada_rows import LladaRows
 
+from .bundled import assert_equals_reference, prompts_of_problems
 from .test_flash_verify import LENGTHS, RULES, SMALL, STOP, config_of, sharp
 from .tiny import FACTS, MASK, CachedPrograms, TinyModel, assert_equals_cached, cached, prompts_of
 
@@ -83,18 +82,9 @@ def test_it_means_nothing_without_a_second_forward():
 @pytest.mark.parametrize("problems", [4, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_bundled_model(small_model, small_fast: dllm_compile.OptimizedModel, small_tokenizer, problems):
     """Token for token in fp32, ragged batches of four, with the released end of an answer."""
-    texts = [problem.prompt for problem in held_out("arithmetic", problems)]
-    prompts = [torch.tensor(small_tokenizer(text)["input_ids"]) for text in texts]
+    prompts = prompts_of_problems(small_tokenizer, problems)
     config = DecodingConfig(
         max_new_tokens=48, cache="flash", commit="flash_verify", track=16, lookahead=16, eos="rightmost", pin="released"
     )
-    reference = LladaRows(small_model)
     for first in range(0, problems, 4):
-        batch = prompts[first : first + 4]
-        with torch.no_grad():
-            expected = cached(reference, batch, config, small_fast.facts)
-        output = small_fast.generate(batch, config)
-        longest = max(map(len, batch))
-        for row, prompt, one in zip(output.sequences, batch, expected, strict=True):
-            assert row[longest - len(prompt) :].tolist() == one.canvas
-        assert output.stats.forwards_per_row == tuple(one.forwards for one in expected)
+        assert_equals_reference(small_fast, small_model, prompts[first : first + 4], config, alone=0)

@@ -14,9 +14,9 @@ from dllm_compile.config import DecodingConfig
 from dllm_compile.errors import PromptError
 from dllm_compile.models.small.problem import held_out
 from tests.conftest import tiny_model
-from tests.reference.llada_rows import LladaRows
 
-from .tiny import cached, prompts_of
+from .bundled import assert_equals_reference, prompts_of_problems
+from .tiny import prompts_of
 
 VERIFY = {"cache": "flash", "commit": "flash_verify"}
 RULES = {"product": {"gamma": 0.8}, "per_token": {"gamma": 0.9, "verify_rule": "per_token"}}
@@ -29,19 +29,11 @@ LENGTHS = (1, 5, 12, 31)
 LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
-def assert_equals_reference(fast, model, prompts, config):
-    """Ragged, and the first alone; what the reference did."""
-    with torch.no_grad():
-        expected = cached(LladaRows(model), prompts, config, fast.facts)
-    output = fast.generate(prompts, config)
-    longest = max(map(len, prompts))
-    for i, (prompt, one) in enumerate(zip(prompts, expected, strict=True)):
-        assert output.sequences[i, longest - len(prompt) :].tolist() == one.canvas, f"prompt {i}"
-        assert max(one.commits) <= config.window_length
-    assert output.stats.forwards_per_row == tuple(one.forwards for one in expected)
+def assert_equals(fast, model, prompts, config):
+    """Rows and commits besides tokens and forwards; what the reference did."""
+    expected, output = assert_equals_reference(fast, model, prompts, config)
+    assert max(max(one.commits) for one in expected) <= config.window_length
     assert output.stats.row_forwards == sum(len(rows) for one in expected for rows in one.rows)
-    alone = fast.generate(prompts[0], config)
-    assert alone.sequences[0].tolist() == expected[0].canvas
     return expected
 
 
@@ -52,12 +44,12 @@ def assert_equals_reference(fast, model, prompts, config):
 @pytest.mark.parametrize("rule", RULES)
 def test_problems(small_model, small_fast, small_tokenizer, rule, count):
     """Token for token, in fours and alone, half of them with an end and half without."""
-    prompts = [torch.tensor(small_tokenizer(p.prompt)["input_ids"]) for p in held_out("arithmetic", count)]
+    prompts = prompts_of_problems(small_tokenizer, count)
     verdicts = []
     for first in range(0, count, 4):
         eos = "none" if first // 4 % 2 else "first"
         config = DecodingConfig(max_new_tokens=48, eos=eos, **VERIFY, **RULES[rule])
-        for one in assert_equals_reference(small_fast, small_model, prompts[first : first + 4], config):
+        for one in assert_equals(small_fast, small_model, prompts[first : first + 4], config):
             verdicts += one.accepted
     assert any(kept for _, kept in verdicts), "no draft was accepted"
     assert any(kept < tried for tried, kept in verdicts), "no draft was refused"
@@ -73,7 +65,7 @@ def test_prompts_and_answers_of_any_length(small_model, small_fast, small_tokeni
     prompts = [torch.tensor(ids[:length]) for ids, length in zip(whole, LENGTHS, strict=True)]
     assert tuple(map(len, prompts)) == LENGTHS
     config = DecodingConfig(max_new_tokens=new_tokens, eos=eos, threshold=0.5, **VERIFY, **RULES[rule])
-    assert_equals_reference(small_fast, small_model, prompts, config)
+    assert_equals(small_fast, small_model, prompts, config)
 
 
 # --- a random one -----------------------------------------------------------------------------------------------------
@@ -96,7 +88,7 @@ def config_of(rule: str, **options) -> DecodingConfig:
 @pytest.mark.parametrize("options", [{}, {"window_length": 5, "lookahead": 4, "track": 6}, {"track": -1}], ids=str)
 @pytest.mark.parametrize("rule", LOOSE)
 def test_random_weights_equal_the_reference(fast, model, rule, options):
-    expected = assert_equals_reference(fast, model, prompts_of(4, 12, 7, 1, seed=5), config_of(rule, **options))
+    expected = assert_equals(fast, model, prompts_of(4, 12, 7, 1, seed=5), config_of(rule, **options))
     assert any(kept for one in expected for _, kept in one.accepted)
 
 

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from dllm_compile.config import DecodingConfig
-from dllm_compile.models.small.problem import held_out
-from tests.reference.llada_rows import LladaRows
 
-from .tiny import cached
+from .bundled import assert_equals_reference, prompts_of_problems
 
 POLICIES = {
     "prefix": {"cache": "prefix", "threshold": 0.9},
@@ -30,22 +28,11 @@ PROBLEMS = 200
 @pytest.mark.parametrize("policy", POLICIES)
 def test_problems(small_model, small_fast, small_tokenizer, policy, count):
     """Token for token in fp32."""
-    problems = held_out("arithmetic", count)
-    prompts = [torch.tensor(small_tokenizer(problem.prompt)["input_ids"]) for problem in problems]
+    prompts = prompts_of_problems(small_tokenizer, count)
     config = DecodingConfig(max_new_tokens=48, block_length=16, **POLICIES[policy])
-    model = LladaRows(small_model)
     for first in range(0, count, 4):
-        batch = prompts[first : first + 4]
-        with torch.no_grad():
-            expected = cached(model, batch, config, small_fast.facts)
-        output = small_fast.generate(batch, config)
-        longest = max(map(len, batch))
-        for i, (prompt, one) in enumerate(zip(batch, expected, strict=True)):
-            assert output.sequences[i, longest - len(prompt) :].tolist() == one.canvas, f"problem {first + i}"
-        assert output.stats.forwards_per_row == tuple(one.forwards for one in expected)
-        for i in range(4 if count == PROBLEMS else 1):
-            alone = small_fast.generate(batch[i], config, seed=i)  # what a batch gives its sample i
-            assert alone.sequences[0].tolist() == expected[i].canvas, f"problem {first + i} alone"
+        alone = 4 if count == PROBLEMS else 1
+        assert_equals_reference(small_fast, small_model, prompts[first : first + 4], config, alone)
 
 
 @pytest.mark.parametrize("block_length", [1, 8, 32, 48])
@@ -55,8 +42,7 @@ def test_problems(small_model, small_fast, small_tokenizer, policy, count):
 )
 def test_lacache_on_layer_zero_is_the_uncached_loop(small_fast, small_tokenizer, options, block_length, count):
     """The first, middle and last block of an answer, ragged batches of four, and each alone: not a token differs."""
-    problems = held_out("arithmetic", count, seed=1)
-    prompts = [torch.tensor(small_tokenizer(problem.prompt)["input_ids"]) for problem in problems]
+    prompts = prompts_of_problems(small_tokenizer, count, seed=1)
     plain = DecodingConfig(max_new_tokens=56, block_length=block_length, **options)
     cached_config = plain.replace(cache="lacache")
     for first in range(0, count, 4):
