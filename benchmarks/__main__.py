@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from .environment import environment
-
 _AsWritten = argparse.RawDescriptionHelpFormatter
 
 CASES = {
@@ -33,7 +31,13 @@ CASES = {
 }
 """Modules with `add_arguments` and `run`, which returns one row of figures each."""
 
-COMMANDS = {"gates": "gates", "compare": "compare", "history": "history", "pages": "pages"}
+COMMANDS = {
+    "gates": "gates",
+    "compare": "compare",
+    "history": "history",
+    "pages": "pages",
+    "block-picture": "block_picture",
+}
 """Modules with `add_arguments` and `main`, which returns the exit status."""
 
 
@@ -55,11 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = _module(arguments.case)
     if arguments.case in COMMANDS:
         return int(module.main(arguments))
+    from dllm_compile.bench.environment import environment
+
     rows = module.run(arguments)
     settings = {k: v for k, v in vars(arguments).items() if k not in ("case", "json", "commit")}
     result = {
         "case": arguments.case,
-        "environment": environment(arguments.commit),
+        "environment": environment(getattr(arguments, "device", None), arguments.commit),
         "settings": settings,
         "rows": rows,
     }

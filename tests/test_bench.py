@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
+import platform
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 
 import dllm_compile
 from dllm_compile import CompileConfig, DecodingConfig, OptimizedModel, cli
-from dllm_compile.bench import Bench, bench
+from dllm_compile.bench import Bench, bench, environment
 from dllm_compile.bench.floor import call_work, floor_seconds
 from dllm_compile.bench.plain import decode_plainly, plain_config
 from dllm_compile.bench.prompts import held_out_prompts, made_prompts
@@ -151,6 +154,64 @@ def test_torch_compile_alone():
     assert compiled.name == "plain loop, same rule, torch.compile"
     assert compiled.stats.answer_tokens == found.contenders[0].stats.answer_tokens
     assert compiled.first_seconds > compiled.stats.seconds
+
+
+# --- where it was measured ------------------------------------------------------------------------------------------
+
+# What every committed result of `python -m benchmarks` says of itself.
+FACTS = {"card", "date", "cuda", "torch", "triton", "transformers", "python", "dllm_compile", "commit"}
+
+
+def test_a_measurement_says_where_and_with_what(found: Bench):
+    facts = found.environment
+    assert facts.keys() >= FACTS
+    assert facts["python"] == platform.python_version()
+    assert facts["torch"] == torch.__version__
+    age = dt.datetime.now(dt.UTC) - dt.datetime.fromisoformat(facts["date"])
+    assert dt.timedelta(0) <= age < dt.timedelta(hours=1)
+    assert facts["card"] == f"{environment.processor()}, {torch.get_num_threads()} threads"
+    assert f"on {facts['card']}, torch" in str(found)
+
+
+def test_committed_results_hold_the_same_facts():
+    results = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*2026-11-30*.json"))
+    assert results
+    for path in results:
+        facts = json.loads(path.read_text(encoding="utf-8"))["environment"].keys()
+        assert facts <= FACTS, path
+
+
+def test_a_processor_has_its_name_or_its_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(environment, "_CPUINFO", file)
+    assert environment.processor() == (platform.processor() or platform.machine())
+    file.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")  # as on ARM
+    assert environment.processor() == (platform.processor() or platform.machine())
+    file.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nprocessor\t: 1\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert environment.processor() == "Some CPU @ 2 GHz"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_the_packages_own(tmp_path: Path):
+    """Not that of a repository in which an installed package happens to lie."""
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.example"]
+        done = subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    assert environment.checkout_commit(tmp_path / "nowhere") is None
+    git("init", "-q")
+    (tmp_path / "other").touch()
+    git("add", "other")
+    git("commit", "-q", "-m", "other")
+    assert environment.checkout_commit(package) is None
+    git("add", "package")
+    git("commit", "-q", "-m", "package")
+    assert environment.checkout_commit(package) == git("rev-parse", "--short", "HEAD")
 
 
 # --- the floor ------------------------------------------------------------------------------------------------------

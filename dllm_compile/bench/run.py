@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import __version__
 from .._compat import can_compile
 from .._config_checks import integer
 from ..cards import card_of
 from ..config import DecodingConfig
 from ..runtime.output import DecodingStats, GenerationOutput
 from ..runtime.prompts import check_mask_token, check_prompts, split_prompts
+from .environment import device_name, environment
 from .floor import call_work, floor_seconds
 from .plain import decode_plainly, plain_config
 
@@ -71,7 +70,7 @@ class Bench:
     """What was measured.
 
     Attributes:
-        environment: device, versions.
+        environment: card (or processor), date, versions, commit, and what was measured on it.
         batch: prompts of a call.
         prompt_lengths: tokens of each.
         max_new_tokens: G.
@@ -257,25 +256,19 @@ def _floor(fast: OptimizedModel, prompts: list[list[int]], config: DecodingConfi
     """Seconds, or why there are none."""
     card = card_of(fast.device)
     if card is None:
-        return None, f"no floor: rates of {_device_name(fast.device)} are not in dllm_compile/cards.py"
+        return None, f"no floor: rates of {device_name(fast.device)} are not in dllm_compile/cards.py"
     if next(fast.model.parameters()).dtype not in (torch.bfloat16, torch.float16):
         return None, "no floor: it is known for 16-bit parameters only"
     work = call_work(fast, prompts, config)
     return (None, "no floor: this model has no row programs") if work is None else (floor_seconds(work, card), None)
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-
-
 def _environment(fast: OptimizedModel) -> dict[str, Any]:
     parameter = next(fast.model.parameters())
     return {
-        "device": _device_name(fast.device),
+        **environment(fast.device),
         "model": type(fast.model).__name__,
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "precision": fast.compile_config.precision,
         "compiled": all(program.compiled for program in fast.programs.built),
-        "torch": torch.__version__,
-        "dllm_compile": __version__,
     }

@@ -27,7 +27,7 @@ def table(found: Bench) -> str:
     shown = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
     what = f"{found.batch} prompt{'s' if found.batch > 1 else ''} of {shown} tokens, {found.max_new_tokens} new ones"
     lines = [
-        f"{env['model']}, {env['dtype']} (precision {env['precision']}) on {env['device']}, torch {env['torch']}",
+        f"{env['model']}, {env['dtype']} (precision {env['precision']}) on {env['card']}, torch {env['torch']}",
         f"{what}, {found.rule} rule, cache {found.cache}; optimize took {found.optimize_seconds:.1f} s",
         "",
     ]
