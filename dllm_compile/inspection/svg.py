@@ -8,6 +8,7 @@ as far as the order lets them.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -54,6 +55,24 @@ def svg(drawing: Drawing, title: str) -> str:
         for name, box in drawing.boxes.items()
     ]
     return "\n".join([*parts, "</svg>"])
+
+
+def beside(pictures: Sequence[tuple[str, str]]) -> str:
+    """One picture on white of several (caption, SVG of `svg`), from left to right."""
+    parts, left, tallest = [], float(_GAP), 0.0
+    for caption, picture in pictures:
+        size = re.search(r'viewBox="0 0 (\d+) (\d+)"', picture)
+        assert size is not None
+        width, height = map(float, size.groups())
+        width = max(width, len(caption) * 2 * _LETTER)
+        parts.append(f'<text x="{left:.0f}" y="26" font-size="20" font-weight="bold">{escape(caption)}</text>')
+        parts.append(picture.replace("<svg ", f'<svg x="{left:.0f}" y="40" ', 1))
+        left, tallest = left + width + 3 * _GAP, max(tallest, height)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left:.0f} {tallest + 54:.0f}" role="img" '
+        f'font-family="monospace"><rect width="100%" height="100%" fill="white"/>'
+    )
+    return "\n".join([head, *parts, "</svg>"])
 
 
 def _lines(box: Box) -> list[str]:
