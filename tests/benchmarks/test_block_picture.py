@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ElementTree
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from benchmarks.__main__ import main
@@ -13,7 +13,7 @@ SHOWN = Path(__file__).resolve().parents[2] / "docs" / "block.svg"
 
 
 def captions(path: Path) -> list[str]:
-    picture = ElementTree.fromstring(path.read_text(encoding="utf-8"))
+    picture = ET.fromstring(path.read_text(encoding="utf-8"))
     return [one.text for one in picture if one.tag.endswith("text")]
 
 
@@ -26,8 +26,6 @@ def test_the_picture_is_drawn_and_shows_what_there_is(tmp_path):
     first, second, third = (int(re.search(r"(\d+) calls", caption)[1]) for caption in found)
     assert first > 3 * second > 3 * third
     assert found[1:] == shown[1:]  # how many calls are captured is torch's affair
-    pictures = [one for one in ElementTree.fromstring(path.read_text(encoding="utf-8")) if one.tag.endswith("svg")]
-    boxes = [
-        len(re.findall("<rect", ElementTree.tostring(one, encoding="unicode").replace("ns0:", ""))) for one in pictures
-    ]
+    pictures = [one for one in ET.fromstring(path.read_text(encoding="utf-8")) if one.tag.endswith("svg")]
+    boxes = [len(re.findall("<rect", ET.tostring(one, encoding="unicode").replace("ns0:", ""))) for one in pictures]
     assert all(count >= calls for count, calls in zip(boxes, (first, second, third), strict=True))
