@@ -251,10 +251,10 @@ def pass_names(value: object) -> tuple[str, ...]:
     """
     if isinstance(value, str):
         return (value,)
-    names = tuple(value) if isinstance(value, Iterable) else None
+    names = _items(value) if isinstance(value, Iterable) and not isinstance(value, Mapping) else None
     if names is None or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"disable must be a list of names of passes, () for none, not {value!r}")
-    return names
+    return tuple(str(name) for name in names)
 
 
 def _index(value: object) -> int | None:

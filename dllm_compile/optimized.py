@@ -17,14 +17,7 @@ from ._config_checks import chosen
 from .acceptance import is_rectangular
 from .capture import Captured
 from .config import CompileConfig, DecodingConfig
-from .errors import (
-    CopyError,
-    PaddingError,
-    PromptError,
-    PromptTooLongError,
-    ReleasedWeightsError,
-    UnsupportedModelError,
-)
+from .errors import CopyError, ReleasedWeightsError, UnsupportedModelError
 from .export_gate import EXPORT_GATE
 from .fp8_weights import parameters_of, refresh
 from .fp8_weights import release as free_weights
@@ -36,10 +29,11 @@ from .report import Report, model_report
 from .runtime.ambient import plain_mode
 from .runtime.engine import decode
 from .runtime.facts import ModelFacts
+from .runtime.forward_inputs import checked_ids, checked_mask
 from .runtime.layout import tile_table
 from .runtime.output import GenerationOutput
 from .runtime.programs import ModelPrograms
-from .runtime.prompt_forms import Mask, Prompts, encoded
+from .runtime.prompt_forms import Mask, Prompts, check_decodes, encoded
 from .runtime.prompts import split_prompts
 from .runtime.rectangular import RectangularPrograms
 from .runtime.session import SessionPool
@@ -190,11 +184,13 @@ class OptimizedModel(nn.Module):
 
         Raises:
             PromptError: empty, too long, badly padded prompts, or mask tokens without `infill`.
-            ConfigError, UnknownOptionError: options that contradict each other or do not exist.
+            ConfigError, UnknownOptionError: options that contradict each other or do not exist; `tokenizer`, `streamer`
+                or `cancelled` that cannot be used as one.
             StaleWeightsError: parameters were replaced after `optimize`, or their FP8 copies are older than they are.
         """
         decoding = chosen(config, DecodingConfig, "generate(ids, max_new_tokens=64)").replace(**options)
         ids, attention_mask = encoded(input_ids, attention_mask, tokenizer)
+        check_decodes(tokenizer)
         self._watch.check()
         with plain_mode():
             prompts = split_prompts(ids, attention_mask)
@@ -237,7 +233,8 @@ class OptimizedModel(nn.Module):
             What it took; `print` it.
 
         Raises:
-            As `generate`.
+            PromptError: `prompt_lengths` are no numbers of tokens, or `generate` would refuse such prompts.
+            ConfigError, UnknownOptionError, StaleWeightsError: as `generate`.
         """
         decoding = chosen(config, DecodingConfig, "warm_up([768], cache='flash')").replace(**options)
         self._watch.check()
@@ -267,25 +264,8 @@ class OptimizedModel(nn.Module):
             StaleWeightsError: parameters were replaced after `optimize`, or their FP8 copies are older than they are.
         """
         self._watch.check()
-        input_ids = _token_ids(input_ids, self.facts.vocab_size)
-        mask = torch.ones_like(input_ids) if attention_mask is None else torch.as_tensor(attention_mask)
-        if bool(((mask != 0) & (mask != 1)).any()):
-            raise PaddingError("attention_mask must hold 1 for tokens and 0 for padding (it is not added to scores)")
-        mask = mask.bool()
-        if mask.shape != input_ids.shape:
-            raise PaddingError(
-                f"attention_mask {tuple(mask.shape)} and input_ids {tuple(input_ids.shape)} must be equal"
-            )
-        lengths = mask.sum(1)
-        # Contiguous tokens: every row turns from padding to tokens at most once.
-        starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
-        if bool((starts > 1).any()):
-            raise PaddingError("padding stands between tokens: pad each row on one side only")
-        longest, limit = int(lengths.max()), self.facts.max_sequence_length
-        if limit is not None and longest > limit:
-            raise PromptTooLongError(f"a row has {longest} tokens, more than max_sequence_length={limit}: shorten it")
-        if longest == 0:
-            raise PaddingError("attention_mask hides every token: give each batch at least one token")
+        input_ids = checked_ids(input_ids, self.facts.vocab_size)
+        mask, lengths = checked_mask(attention_mask, input_ids, self.facts)
         with plain_mode(), EXPORT_GATE.running():
             ids = input_ids.to(self.device)[mask.to(self.device)].clone()
             positions = (mask.cumsum(1) - 1)[mask].to(self.device)
@@ -342,16 +322,3 @@ class OptimizedModel(nn.Module):
             inline=INLINE_REFERENCES.name not in self.compile_config.disable,
             observe=lambda program, name, gm: self._snapshots.append((f"{program}.{name}", share(gm))),
         )
-
-
-def _token_ids(ids: Tensor, vocab_size: int) -> Tensor:
-    """`ids` as int64, or a `PromptError` that says what is wrong with them."""
-    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not ids.numel():
-        raise PromptError(f"input_ids must be a (B, T) tensor of token ids, not {tuple(ids.shape)} {ids.dtype}")
-    low, high = (int(value) for value in ids.aminmax())
-    if low < 0 or high >= vocab_size:
-        raise PromptError(
-            f"input_ids hold {low if low < 0 else high}, outside the vocabulary of {vocab_size}: "
-            "use the tokenizer that belongs to the model"
-        )
-    return ids.long()

@@ -428,7 +428,7 @@ def test_what_is_no_prompt(fast, prompts, options, message):
     ("ids", "message"),
     [
         (torch.arange(5), "must be a"),
-        (torch.zeros(1, 4), "must be a"),
+        (torch.zeros(1, 4), "must hold integer token ids, not torch.float32"),
         (torch.zeros(0, 4, dtype=torch.int64), "must be a"),
         (torch.tensor([[1, 10_000]]), "outside the vocabulary"),
         (torch.tensor([[1, -1]]), "outside the vocabulary"),

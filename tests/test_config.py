@@ -165,7 +165,7 @@ def test_replace_checks_again():
 def test_disable():
     assert CompileConfig(disable="pack_qkv").disable == ("pack_qkv",)
     assert CompileConfig(disable=["pack_qkv"]).disable == ("pack_qkv",)
-    for bad in (None, 3, ["pack_qkv", 3], b"pack_qkv"):
+    for bad in (None, 3, ["pack_qkv", 3], b"pack_qkv", {"pack_qkv": True}, torch.tensor(3), torch.tensor([3])):
         with pytest.raises(ConfigError, match="disable must be a list of names"):
             CompileConfig(disable=bad)
 

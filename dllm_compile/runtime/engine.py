@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import DecodingConfig
-from ..errors import DllmCompileError
+from ..errors import ConfigError, DllmCompileError
 from .cache import Look
 from .capacity import Capacity
 from .commit.flash_verify import within_canvas
@@ -60,8 +60,13 @@ def decode(
 
     Raises:
         PromptError: a prompt that cannot be decoded (see `check_prompts`), before anything is computed.
-        ConfigError: stop ids outside the vocabulary, or not as many streamers as prompts.
+        ConfigError: stop ids outside the vocabulary, not as many streamers as prompts, a streamer that cannot be shown
+            anything, or `cancelled` that cannot be asked.
     """
+    if cancelled is not None and not callable(cancelled):
+        raise ConfigError(
+            f"cancelled must be a function that says whether to end, such as an event's is_set, not {cancelled!r}"
+        )
     check_prompts(prompts, facts, config)
     started = time.perf_counter()
     mask_id, stops = check_mask_token(facts), stop_ids(facts, config.eos_token_id)

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import PromptError
+from ..errors import ConfigError, PromptError
 
 Mask = Tensor | Sequence[int] | Sequence[Sequence[int]]
+_TOKENIZERS = "pass one of transformers, or encode the prompts and decode `answers` yourself"
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | str | Sequence[str] | Mapping[str, Any]
 
 
@@ -26,6 +27,7 @@ def encoded(prompts: Prompts | None, attention_mask: Mask | None, tokenizer: Any
     Raises:
         PromptError: nothing that can be decoded; strings without a tokenizer or mixed with ids; strings or a mapping
             with a mask of its own together with `attention_mask`.
+        ConfigError: `tokenizer` cannot encode.
     """
     if prompts is None:
         raise PromptError("generate needs prompts: ids, or strings together with tokenizer=")
@@ -53,7 +55,34 @@ def encoded(prompts: Prompts | None, attention_mask: Mask | None, tokenizer: Any
         raise PromptError("the prompts are strings: pass tokenizer= as well, or token ids")
     if attention_mask is not None:
         raise PromptError("strings have no padding: leave attention_mask out")
-    return [tokenizer(text)["input_ids"] for text in texts], None
+    return [_ids_of(tokenizer, text) for text in texts], None
+
+
+def check_decodes(tokenizer: Any) -> None:
+    """Refuse a tokenizer that could not fill `texts` after everything has been decoded.
+
+    Raises:
+        ConfigError: it has no `decode`.
+    """
+    if tokenizer is not None and (isinstance(tokenizer, type) or not callable(getattr(tokenizer, "decode", None))):
+        raise ConfigError(f"tokenizer must be an object with decode(ids), not {tokenizer!r}: {_TOKENIZERS}")
+
+
+def _ids_of(tokenizer: Any, text: Any) -> Any:
+    """Ids of one string.
+
+    Raises:
+        ConfigError: `tokenizer` cannot be called, or what it returns has no ids.
+    """
+    if isinstance(tokenizer, type) or not callable(tokenizer):
+        raise ConfigError(f"tokenizer must be an object that is called with a text, not {tokenizer!r}: {_TOKENIZERS}")
+    found = tokenizer(text)
+    try:
+        return found["input_ids"]
+    except (TypeError, LookupError) as error:
+        raise ConfigError(
+            f'tokenizer must return a mapping with "input_ids", and it returned a {type(found).__name__}: {_TOKENIZERS}'
+        ) from error
 
 
 def _of_mapping(prompts: Mapping[str, Any], attention_mask: Mask | None) -> tuple[Any, Mask | None]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..config import DecodingConfig
 from ..errors import ConfigError, EmptyPromptError, MaskTokenError, PaddingError, PromptError, PromptTooLongError
 from .facts import ModelFacts, stop_ids
+from .token_ids import integer_ids, padding_mask
 
-__all__ = ["ModelFacts", "check_mask_token", "check_prompts", "split_prompts"]
+__all__ = ["ModelFacts", "check_length", "check_mask_token", "check_prompts", "split_prompts"]
 
 PromptInput = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 
@@ -24,7 +25,7 @@ def split_prompts(
 
     Args:
         input_ids: (B, T) integer tensor; (T,) tensor or list of ints, one prompt; or a list of ragged lists or 1-D
-            tensors.
+            tensors, or a nested tensor of such.
         attention_mask: same shape as `input_ids` (lists as ragged as the prompts, too), 1 for tokens and 0 for padding,
             which may stand on the left or on the right of each row. None: every id is a token (also ids equal to the
             pad id).
@@ -44,6 +45,8 @@ def split_prompts(
 
 
 def _rows(input_ids: PromptInput) -> list[Tensor]:
+    if isinstance(input_ids, Tensor) and input_ids.is_nested:
+        input_ids = list(input_ids.unbind())
     if isinstance(input_ids, Tensor):
         ids = _integers(input_ids)
         if ids.dim() not in (1, 2):
@@ -64,22 +67,28 @@ def _integers(values: object) -> Tensor:
     if isinstance(values, Sequence) and not isinstance(values, str) and not values:
         return torch.empty(0, dtype=torch.int64)
     try:
-        ids = values.detach().cpu() if isinstance(values, Tensor) else torch.tensor(values)
+        ids = values if isinstance(values, Tensor) else torch.tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(values, Sequence) and all(isinstance(one, int) for one in values):
+            raise PromptError(
+                f"Prompts hold id {max(values, key=abs)}, outside every vocabulary: use the tokenizer that belongs to "
+                "the model"
+            ) from error
         raise PromptError("Prompts must hold token ids (integers); strings need a tokenizer first") from error
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise PromptError(f"Prompts must hold integer token ids, not {ids.dtype}")
-    return ids.to(torch.int64)
+    return integer_ids(ids, "Prompts").cpu()
 
 
 def _without_padding(
-    prompts: list[Tensor], attention_mask: Tensor | Sequence[int] | Sequence[Sequence[int]]
+    prompts: list[Tensor], attention_mask: Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 ) -> list[Tensor]:
+    if isinstance(attention_mask, Tensor) and attention_mask.is_nested:
+        attention_mask = list(attention_mask.unbind())
     if isinstance(attention_mask, Sequence) and _lengths(attention_mask) == [len(prompt) for prompt in prompts]:
-        masks = [_mask(row) for row in attention_mask]  # as ragged as the prompts: a tokenizer's, without padding
+        # As ragged as the prompts: a tokenizer's, without padding.
+        masks = [padding_mask(row).cpu() for row in attention_mask]
         shape = str([tuple(row.shape) for row in masks])
     else:
-        mask = _mask(attention_mask)
+        mask = padding_mask(attention_mask).cpu()
         masks = list(mask[None] if mask.dim() == 1 and len(prompts) == 1 else mask) if mask.dim() else []
         shape = str(tuple(mask.shape))
     if [row.shape for row in masks] != [prompt.shape for prompt in prompts]:
@@ -93,16 +102,6 @@ def _without_padding(
 
 def _lengths(rows: Sequence[object]) -> list[int | None]:
     return [len(row) if isinstance(row, Sequence | Tensor) else None for row in rows]
-
-
-def _mask(values: object) -> Tensor:
-    try:
-        mask = torch.as_tensor(values).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise PaddingError("attention_mask is not rectangular: give one number for each id") from error
-    if not ((mask == 0) | (mask == 1)).all():
-        raise PaddingError("attention_mask holds values other than 0 and 1: only padding masks are supported")
-    return mask.bool()
 
 
 def _unpadded(index: int, prompt: Tensor, kept: Tensor) -> Tensor:
@@ -162,14 +161,27 @@ def _check_prompt(index: int, prompt: Tensor, facts: ModelFacts, config: Decodin
             f"Prompt {index} holds id {bad}, outside the vocabulary of {facts.vocab_size}: "
             "use the tokenizer that belongs to the model"
         )
-    limit, length = facts.max_sequence_length, len(prompt) + config.max_new_tokens
+    check_length(index, len(prompt), facts, config)
+    if not config.infill and bool((prompt == mask_id).any()):
+        raise MaskTokenError(
+            f"Prompt {index} holds the mask token {mask_id}: set infill=True to have it filled in, or remove it"
+        )
+
+
+def check_length(index: int, tokens: int, facts: ModelFacts, config: DecodingConfig) -> None:
+    """Refuse a prompt of so many tokens if it and the new ones exceed the model's length.
+
+    Raises:
+        PromptTooLongError: they do.
+    """
+    limit, length = facts.max_sequence_length, tokens + config.max_new_tokens
     if limit is not None and length > limit:
-        room = limit - len(prompt)
+        room = limit - tokens
         advice = f"Shorten the prompt by {length - limit} tokens"
         if room > 0:
             advice += f" or lower max_new_tokens to {room}"
         raise PromptTooLongError(
-            f"Prompt {index} has {len(prompt)} tokens and max_new_tokens is {config.max_new_tokens}: together {length} "
+            f"Prompt {index} has {tokens} tokens and max_new_tokens is {config.max_new_tokens}: together {length} "
             f"positions, but the model's max_sequence_length is {limit}. {advice}"
         )
     padding = config.padding_of(length)
@@ -177,8 +189,4 @@ def _check_prompt(index: int, prompt: Tensor, facts: ModelFacts, config: Decodin
         raise PromptTooLongError(
             f"Prompt {index}: key_end='released' needs {padding} positions behind its canvas of {length}, but the "
             f"model's max_sequence_length is {limit}. Use key_end='exact', or shorten the prompt or max_new_tokens"
-        )
-    if not config.infill and bool((prompt == mask_id).any()):
-        raise MaskTokenError(
-            f"Prompt {index} holds the mask token {mask_id}: set infill=True to have it filled in, or remove it"
         )

@@ -47,6 +47,9 @@ class CanvasStreamer:
         file: where to write; standard output by default.
         mask_token_id: id that is drawn as a block; None takes the tokenizer's, else the model's.
         **decode_kwargs: passed to `tokenizer.decode`; `skip_special_tokens=True` by default.
+
+    Raises:
+        ConfigError: `tokenizer` has no `decode`.
     """
 
     def __init__(
@@ -58,6 +61,10 @@ class CanvasStreamer:
         mask_token_id: int | None = None,
         **decode_kwargs: Any,
     ) -> None:
+        if isinstance(tokenizer, type) or not callable(getattr(tokenizer, "decode", None)):
+            raise ConfigError(
+                f"CanvasStreamer takes the model's tokenizer, an object with decode(ids), not {tokenizer!r}"
+            )
         self.tokenizer = tokenizer
         self.skip_prompt = skip_prompt
         self.mask_token_id: int | None = (

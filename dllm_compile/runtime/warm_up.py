@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from .._config_checks import integer_or_integers
 from ..config import DecodingConfig
+from ..errors import ConfigError, PromptError
 from .engine import borrowed_session
 from .facts import ModelFacts
 from .layout import Sample
-from .prompts import check_mask_token, check_prompts
+from .prompts import check_length, check_mask_token, check_prompts
 from .row_programs import RowPrograms
 from .session import SessionPool
 from .slots import Slots
@@ -59,10 +62,14 @@ def warm_up(
         progress: show a bar over sizes.
 
     Raises:
-        PromptError, ConfigError: as `decode` would.
+        PromptError: `prompt_lengths` are no numbers of tokens, or such prompts could not be decoded.
+        ConfigError: as `decode` would.
     """
     mask_id = check_mask_token(facts)
-    prompts = [torch.full((length,), int(mask_id == 0)) for length in prompt_lengths]
+    lengths = _lengths(prompt_lengths)
+    for i, length in enumerate(lengths):  # before a tensor is made of it
+        check_length(i, length, facts, config)
+    prompts = [torch.full((length,), int(mask_id == 0)) for length in lengths]
     check_prompts(prompts, facts, config)
     samples = [Sample.plan(i, prompt, config, mask_id) for i, prompt in enumerate(prompts)]
     slots = Slots.of(samples, config.slots)
@@ -91,6 +98,24 @@ def warm_up(
             capture_seconds=0.0 if captured is None else captured.seconds,
             bytes=_reserved(programs.device) - reserved,
         )
+
+
+def _lengths(prompt_lengths: object) -> tuple[int, ...]:
+    """Tokens of each prompt.
+
+    Raises:
+        PromptError: they are no list of numbers from 0 on.
+    """
+    given = prompt_lengths.tolist() if isinstance(prompt_lengths, Tensor) else prompt_lengths
+    try:
+        found = integer_or_integers("prompt_lengths", given)
+    except ConfigError:
+        found = -1
+    if isinstance(found, int) or min(found, default=0) < 0:
+        raise PromptError(
+            f"prompt_lengths must be a list with the number of tokens of each prompt, as in [768], not {given!r}"
+        )
+    return found
 
 
 def _reserved(device: torch.device) -> int:

@@ -20,14 +20,9 @@ class StreamFeed:
 
     With masks in the prompt (infilling) the prompt is handed over when they are filled. The block in which the answer
     ends is cut behind its first stop id.
-
-    Raises:
-        ConfigError: a streamer that asks for logits, which are never kept.
     """
 
     def __init__(self, streamer: Streamer, sample: Sample, facts: ModelFacts, stops: tuple[int, ...]) -> None:
-        if getattr(streamer, "_takes_logits", False):
-            raise ConfigError("This streamer asks for logits, which are never kept: use one that takes tokens")
         if getattr(streamer, "mask_token_id", 0) is None:
             streamer.mask_token_id = facts.mask_token_id  # type: ignore[attr-defined]
         self._streamer, self._sample, self._stops = streamer, sample, stops
@@ -74,11 +69,27 @@ class StreamFeed:
             self._streamer.end()
 
 
+def check_streamer(streamer: object) -> None:
+    """Refuse what a canvas cannot be shown to.
+
+    Raises:
+        ConfigError: it lacks a method of the protocol, or asks for logits, which are never kept.
+    """
+    needed = ("put", "end", *(("put_draft",) if hasattr(streamer, "put_draft") else ()))
+    if isinstance(streamer, type) or not all(callable(getattr(streamer, name, None)) for name in needed):
+        raise ConfigError(
+            "streamer must be an object with put(tokens) and end(), such as CanvasStreamer(tokenizer), not "
+            f"{streamer!r}"
+        )
+    if getattr(streamer, "_takes_logits", False):
+        raise ConfigError("This streamer asks for logits, which are never kept: use one that takes tokens")
+
+
 class StreamFeeds:
     """A feed for each prompt of a call, whichever of them are decoded at the moment.
 
     Raises:
-        ConfigError: not as many streamers as prompts.
+        ConfigError: not as many streamers as prompts, or one that cannot be shown anything.
     """
 
     def __init__(
@@ -94,6 +105,8 @@ class StreamFeeds:
                 f"A streamer shows one canvas, and {len(streamers)} came with {len(samples)} prompts: pass a list of "
                 "streamers, one for each prompt, or none"
             )
+        for one in streamers:  # all of them before the first is handed anything
+            check_streamer(one)
         pairs = zip(streamers, samples, strict=True)
         self._feeds = {sample.index: StreamFeed(one, sample, facts, stops) for one, sample in pairs}
 
