@@ -319,6 +319,26 @@ def test_the_command_takes_a_file_of_prompts(folder: str, tmp_path: Path, capsys
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("Zoë has 3 pens.".encode("latin-1"), "is not UTF-8 (byte 0xeb at 2)"),
+        ("Tom has 3 pens.".encode("utf-16"), "is not UTF-8 (byte 0xff at 0)"),
+        (b"\n \n", "holds 0 prompts"),
+    ],
+    ids=["latin-1", "utf-16", "empty"],
+)
+def test_a_file_that_holds_no_prompts_is_one_line(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    assert cli.main([*BENCH, "--prompts", str(file)]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"dllm-compile: --prompts {file} {said}")
+    assert shown.count("\n") == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_a_card_has_a_peak_and_perhaps_a_floor():

@@ -21,12 +21,16 @@ def prompts_from_file(checkpoint: Checkpoint, path: Path, batch: int | None, *, 
     """One prompt a line, the first `batch` of them (None: all).
 
     Raises:
-        ConfigError: the file cannot be read, or holds fewer.
+        ConfigError: the file cannot be read, is not UTF-8, or holds fewer.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--prompts {path} is not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}): save it as UTF-8"
+        ) from error
     if len(lines) < (batch or 1):
         raise ConfigError(f"--prompts {path} holds {len(lines)} prompts, fewer than --batch {batch or 1}")
     return [checkpoint.encode(line, chat=chat) for line in lines[:batch]]
