@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,13 @@ from torch.fx.graph import CodeGen
 
 from .alike_layers import MIN_LAYERS, NotAlike, find_repeated
 from .certify import deviation
-from .errors import CaptureError, DeviceMismatchError, UnsupportedModelError
+from .errors import CaptureError, UnsupportedModelError
 from .export_gate import EXPORT_GATE
 from .passes.graph import aten, check_metadata, fake_mode_of, find, lookup, output_node, placeholders
+from .refusals import first_line, forward_logits, logits_of, refuse_backward_hooks, refuse_unsupported
 from .stamping import stamp
+
+__all__ = ["EXAMPLE_SHAPE", "Captured", "capture", "logits_of", "refuse_unsupported"]
 
 # Neither dimension may be 1: export specialises sizes 0 and 1 and then refuses the dynamic dimension.
 EXAMPLE_SHAPE = (2, 16)
@@ -71,7 +73,8 @@ def capture(model: nn.Module, max_length: int | None, vocab_size: int) -> Captur
 
     Raises:
         UnsupportedModelError: the model is in a state that would be captured wrongly (train mode, autocast, meta
-            device, quantised, sharded or adapter-wrapped layers), or its logits are not finite.
+            device, compiled, quantised, sharded or adapter-wrapped layers, full backward hooks), its forward does not
+            return logits of every position for ids alone, or they are not finite.
         DeviceMismatchError: parameters on several devices or of several floating dtypes.
         CaptureError: export failed, or the graph does not compute what the module does.
     """
@@ -85,6 +88,7 @@ def capture(model: nn.Module, max_length: int | None, vocab_size: int) -> Captur
     with torch.no_grad():
         # Also moves rotary tables that follow the first forward and not `.to(device)`, which would be traced otherwise.
         source, prefix, expected = _inner(model, ids)
+    refuse_backward_hooks(source)
     if not expected.isfinite().all():
         raise UnsupportedModelError(
             f"the logits of {type(model).__name__} are not finite: check the weights for NaN and infinity, or load "
@@ -132,61 +136,13 @@ def _difference(gm: GraphModule, ids: Tensor, expected: Tensor) -> float:
         return deviation(expected, gm(ids))
 
 
-def logits_of(output: Any) -> Tensor:
-    """The logits in whatever a forward returns."""
-    if isinstance(output, Tensor):
-        return output
-    logits = getattr(output, "logits", None)
-    if logits is None and isinstance(output, tuple | list) and output:
-        logits = output[0]
-    if not isinstance(logits, Tensor):
-        raise CaptureError(f"the model returns {type(output).__name__} without logits")
-    return logits
-
-
-def refuse_unsupported(model: nn.Module) -> None:
-    """Refuse states of a model that export would capture without complaint, but wrongly or not at all."""
-    name = type(model).__name__
-    if any(module.training for module in model.modules()):
-        raise UnsupportedModelError(f"{name} is in train mode: call model.eval() first")
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            raise UnsupportedModelError("autocast is on and would change the captured graph: leave the autocast block")
-    if any(parameter.is_inference() for parameter in model.parameters()):
-        raise UnsupportedModelError(
-            f"{name} was made in inference mode, which fixes its weights: make it outside of it"
-        )
-    if getattr(model, "peft_config", None) or any("lora" in type(m).__module__ for m in model.modules()):
-        raise UnsupportedModelError(f"{name} carries adapters: call merge_and_unload() first")
-    if getattr(model, "hf_quantizer", None) is not None or any(
-        type(p.data) is not Tensor or not (p.is_floating_point() or p.is_complex()) for p in model.parameters()
-    ):
-        raise UnsupportedModelError(f"{name} has quantised parameters: load it in bf16 or fp32")
-    placement = getattr(model, "hf_device_map", None) or {}
-    if len(set(placement.values())) > 1:
-        raise UnsupportedModelError(
-            f"{name} is sharded over {sorted(map(str, set(placement.values())))}: load it on one device"
-        )
-    parameters = list(model.parameters())
-    if not parameters:
-        raise UnsupportedModelError(f"{name} has no parameters")
-    devices = sorted({str(p.device) for p in parameters})
-    if "meta" in devices:
-        raise UnsupportedModelError(f"{name} has parameters on the meta device: load its weights first")
-    if len(devices) > 1:
-        raise DeviceMismatchError(f"{name} has parameters on {', '.join(devices)}: move it to one device")
-    dtypes = sorted({str(p.dtype) for p in parameters})
-    if len(dtypes) > 1:
-        raise DeviceMismatchError(f"{name} mixes {', '.join(dtypes)}: convert it with model.to(dtype)")
-
-
 def _inner(model: nn.Module, ids: Tensor) -> tuple[nn.Module, str, Tensor]:
     """The module to capture, its prefix, and its logits.
 
     It is the inner model where a wrapper owns no parameter and does nothing to the logits: fewer version-dependent
     lines are traced.
     """
-    expected = logits_of(model(ids))
+    expected = forward_logits(model, ids)
     inner = getattr(model, "model", None)
     if isinstance(inner, nn.Module) and {id(p) for p in inner.parameters()} == {id(p) for p in model.parameters()}:
         try:
@@ -217,9 +173,7 @@ def _export(source: nn.Module, ids: Tensor, max_length: int | None) -> GraphModu
             program = program.run_decompositions({})
             return program.module()  # type: ignore[return-value]
     except Exception as error:
-        raise CaptureError(
-            f"{type(source).__name__} could not be exported: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
+        raise CaptureError(f"{type(source).__name__} could not be exported: {first_line(error)}") from error
 
 
 # What export leaves behind to check at run time; the whole graph is compared with the module instead.
@@ -244,11 +198,17 @@ def _clean(gm: GraphModule, expected: Tensor) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     output = output_node(gm)
-    logits = next(
+    found = (
         node
         for node in torch.utils._pytree.tree_leaves(output.args)
         if isinstance(node, Node) and node.meta["val"].dim() == 3 and node.meta["val"].shape[-1] == expected.shape[-1]
     )
+    logits = next(found, None)
+    if logits is None:
+        raise CaptureError(
+            f"the captured graph returns no logits of {expected.shape[-1]} tokens: what the forward returns must not "
+            "depend on how it is called"
+        )
     output.args = (logits,)
     # The exporter's generator flattens inputs by the old signature, and its hook enforces it.
     graph.set_codegen(CodeGen())

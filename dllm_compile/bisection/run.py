@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from .._config_checks import chosen
 from ..config import CompileConfig, DecodingConfig
-from ..errors import PromptError
+from ..errors import PromptError, UnsupportedModelError
 from ..export_gate import OPTIMIZING
 from ..fp8_weights import refuse_released
 from ..optimized import OptimizedModel
+from ..refusals import forward_logits, refuse_unsupported
 from ..runtime.ambient import plain_mode
 from ..runtime.facts import ModelFacts
 from ..runtime.prompt_forms import encoded
@@ -61,6 +62,7 @@ def bisect(
         first that must not.
 
     Raises:
+        UnsupportedModelError, DeviceMismatchError: the model, or the state it is in, as in `optimize`.
         PromptError: not one prompt, or one that cannot be decoded.
         ConfigError: options that contradict each other or do not exist, or FP8 that cannot be had here.
         MissingPackageError: FP8 was asked for and torchao is not installed.
@@ -72,15 +74,28 @@ def bisect(
     config = chosen(config, CompileConfig, "bisect(model, ids, CompileConfig(compile=False))")
     decoding = chosen(decoding, DecodingConfig, "bisect(model, ids, max_new_tokens=64)").replace(**options)
     check_disable(config)
-    refuse_released(model)
+    facts = _facts(model)
     ids = _one_prompt(prompt, tokenizer)
-    facts = ModelFacts.from_config(model.config)
     check_prompts([ids], facts, decoding)
     check_mask_token(facts)
+    with torch.inference_mode(False), plain_mode(), torch.no_grad():
+        refuse_unsupported(model)
+        forward_logits(model, ids[None].to(next(model.parameters()).device))
     stack = Stack(model, ids, config, decoding, stop=stop, told=_tell if progress else lambda layer: None)
     with OPTIMIZING, torch.inference_mode(False), plain_mode(), torch.no_grad(), contextlib.suppress(Fault):
         stack.compare()
     return BisectResult(tuple(stack.findings), tuple(stack.skipped))
+
+
+def _facts(model: Any) -> ModelFacts:
+    """What the model's configuration says, where it is a model and has one."""
+    if not isinstance(model, nn.Module) or getattr(model, "config", None) is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no .config or is no torch.nn.Module; bisect needs a model, its vocabulary and "
+            "its mask id"
+        )
+    refuse_released(model)
+    return ModelFacts.from_config(model.config)
 
 
 def _one_prompt(prompt: Any, tokenizer: Any) -> Tensor:
