@@ -42,8 +42,8 @@ def table(figures: dict[str, Any]) -> str:
     """The README's table."""
     rows = figures["rows"]
     families = list(dict.fromkeys(row["family"] for row in rows))
-    counts = {row["problems"] for row in rows}
-    setting = f"{counts.pop()} held-out problems a family, fp32, 128 new tokens in blocks of 32"
+    (problems,) = {row["problems"] for row in rows}
+    setting = f"{problems} held-out problems a family, fp32, 128 new tokens in blocks of 32"
     lines = [
         f"{setting}; ± is one standard error of the sample.",
         "",

@@ -106,13 +106,76 @@ def test_what_only_one_file_has_is_listed(compared: Any):
     assert "only in old.json: call, batch 8" in text
 
 
-def test_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for content in ("{}", "nothing", '{"case": "decoding", "rows": 3}'):
-        (tmp_path / "x.json").write_text(content)
-        assert main(["compare", str(tmp_path / "x.json"), str(tmp_path / "x.json")]) == 2
-        assert "is no result" in capsys.readouterr().err
-    assert main(["compare", str(tmp_path / "none.json"), str(tmp_path / "x.json")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+ENVIRONMENT = BASE["environment"]
+NO_RESULTS: dict[str, tuple[Any, str]] = {
+    "text": ("nothing", "it is not JSON"),
+    "not UTF-8": (b"\xff\xfe", "it is not JSON"),
+    "too deep": (b"[" * 100_000, "it is not JSON"),
+    "list": ([], "it holds no object"),
+    "empty": ({}, "it has no case"),
+    "case": ({**BASE, "case": ["decoding"]}, "its case is no text"),
+    "no rows": ({"case": "decoding", "environment": ENVIRONMENT}, "it has no rows"),
+    "environment": ({**BASE, "environment": ["H200"]}, "its environment is no object"),
+    "no commit": ({**BASE, "environment": {"card": "H200", "torch": "2.11.0"}}, "does not say the commit"),
+    "card": ({**BASE, "environment": {**ENVIRONMENT, "card": ["H200"]}}, "does not say the card"),
+    "settings": ({**BASE, "settings": None}, "its settings is no object"),
+    "rows": ({**BASE, "rows": 3}, "its rows is no list"),
+    "zero rows": ({**BASE, "rows": []}, "it has no rows"),
+    "row": ({**BASE, "rows": [*ROWS, 3]}, "row 4 is no object"),
+}
+
+
+@pytest.mark.parametrize("command", ["compare", "pages", "history"])
+@pytest.mark.parametrize(("content", "said"), NO_RESULTS.values(), ids=NO_RESULTS)
+def test_no_result_is_refused(
+    content: Any, said: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """By every command that reads one; a folder's other files are left out of a history."""
+    file = tmp_path / "x.json"
+    raw = content.encode() if isinstance(content, str) else content
+    file.write_bytes(raw if isinstance(raw, bytes) else json.dumps(raw).encode())
+    words = {"compare": [file, file], "pages": [file], "history": [tmp_path, "--out", tmp_path / "x.svg"]}[command]
+    assert main([command, *map(str, words)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    if command == "history":
+        assert f"{tmp_path} holds no result" in error
+    else:
+        assert error.startswith(f"{command}: {file} is no result of `python -m benchmarks CASE --json FILE`: ")
+        assert said in error
+
+
+@pytest.mark.parametrize("command", ["compare", "pages"])
+def test_a_file_that_is_not_there_is_said(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for path in (tmp_path / "none.json", tmp_path):
+        assert main([command, *[str(path)] * (2 if command == "compare" else 1)]) == 2
+        assert f"{command}: {path} cannot be read: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"median_ms": 0},
+        {"median_ms": "fast"},
+        {"median_ms": True},
+        {"ms_per_forward": float("nan")},
+        {"median_ms": 1.0, "min_ms": 0.5, "max_ms": None},
+        {"median_ms": 1.0, "min_ms": 0.5},
+        {"eager": {"median_ms": [1.0]}, "step": {"median_ms": 1.0}},
+        {"unit": "us", "eager": 4.0, "fused": 0.0},
+        {"ratio": 0.0, "ms": 1.0},
+        {"ratio": "2", "ms": 1.0},
+        {"ratio": 2.0, "ms": None},
+        {"ratio": 2.0, "ms": 1.0, "highest": 3.0},
+    ],
+    ids=str,
+)
+def test_a_time_that_is_none_is_refused(compared: Any, row: dict[str, Any]):
+    status, text = compared(rows=[*ROWS, {"name": "planted", **row}])
+    assert status == 2
+    assert "new.json: row 4: " in text
+    assert "which is no positive number" in text
+    assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize("limit", ["5 percent", "120%", "-1%"])

@@ -67,6 +67,91 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path):
         pages.joined([tmp_path / "5.json"])
 
 
+@pytest.fixture
+def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The page of `policies`, alone in a repository."""
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    page = tmp_path / pages.PAGES["policies"].path
+    page.parent.mkdir()
+    page.write_text(f"<!-- table: policies -->\nold\n{pages.END}\n", encoding="utf-8")
+    return page
+
+
+@pytest.mark.parametrize(
+    ("row", "change", "said"),
+    [
+        (0, {"name": None}, "row 1 of policies has no name"),
+        (1, {"group": ["flash"]}, "row 2 of policies has no group"),
+        (1, {"family": {}}, "row 2 of policies has no family"),
+        (1, {"group": "none"}, "policies has 2 rows of none, x on code: give each part once"),
+        (1, {"family": "prose"}, "policies has no row of none, x on prose: measure every setting on every family"),
+        (1, {"problems": 20}, "rows of policies were measured on 10 and 20 problems"),
+        (1, {"accuracy": None}, "paired_accuracy.table cannot show these rows (TypeError: "),
+        (1, {"answer_tokens": 0}, "paired_accuracy.table cannot show these rows (ZeroDivisionError: "),
+        (1, {"p": "small"}, "paired_accuracy.table cannot show these rows (TypeError: "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value),
+)
+def test_rows_that_fill_no_table_are_refused(
+    row: int, change: dict[str, Any], said: str, tmp_path: Path, policies: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = _result(tmp_path / "1.json", "code")
+    assert main(["pages", str(path)]) == 0
+    before = policies.read_text(encoding="utf-8")
+    assert "90.0 %" in before
+    result = json.loads(path.read_text(encoding="utf-8"))
+    result["rows"][row].update(change)
+    path.write_text(json.dumps(result), encoding="utf-8")
+    assert main(["pages", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"pages: {said}")
+    assert shown.err.count("\n") == 1
+    assert policies.read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize("case", pages.PAGES)
+@pytest.mark.parametrize("kept", [(), ("name",), ("group", "name", "precision", "family", "problems")])
+def test_every_page_says_that_figures_are_missing(
+    case: str, kept: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    row = {name: ROW.get(name, "x") for name in kept}
+    content = {"case": case, "environment": ENVIRONMENT, "rows": [row]}
+    (tmp_path / "x.json").write_text(json.dumps(content), encoding="utf-8")
+    assert main(["pages", str(tmp_path / "x.json")]) == 2
+    error = capsys.readouterr().err
+    assert f"measure them with `python -m benchmarks {case}`" in error or "row 1" in error
+    assert error.count("\n") == 1
+
+
+def test_a_file_given_twice_is_said(tmp_path: Path, policies: Path, capsys: pytest.CaptureFixture[str]):
+    path = str(_result(tmp_path / "1.json", "code"))
+    assert main(["pages", path, path]) == 2
+    assert "give each part once" in capsys.readouterr().err
+
+
+def test_a_page_that_is_not_there_is_said(tmp_path: Path, policies: Path, capsys: pytest.CaptureFixture[str]):
+    path = str(_result(tmp_path / "1.json", "code"))
+    policies.unlink()
+    assert main(["pages", path]) == 2
+    assert f"pages: {policies} cannot be read" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_stays_as_it_is(
+    tmp_path: Path, policies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = str(_result(tmp_path / "1.json", "code"))
+    before = policies.read_text(encoding="utf-8")
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    assert main(["pages", path]) == 2
+    assert f"pages: {policies} cannot be written: No space left on device" in capsys.readouterr().err
+    assert policies.read_text(encoding="utf-8") == before
+    assert list(policies.parent.iterdir()) == [policies]
+
+
 @pytest.mark.parametrize("page", pages.PAGES.values(), ids=pages.PAGES)
 def test_every_page_has_its_marks(page: pages.Page):
     text = (pages.ROOT / page.path).read_text(encoding="utf-8")
