@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
-from .figures import ResultError
+from .figures import ResultError, write
+
+ENDINGS: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}
+"""What pictures can be written as, and the metadata to leave out."""
 
 
 def pyplot() -> Any:
@@ -25,10 +29,28 @@ def pyplot() -> Any:
     return plt
 
 
+def check_ending(path: Path) -> None:
+    """Refuse, before anything is drawn, what `save` cannot write.
+
+    Raises:
+        ResultError: another ending than those of `ENDINGS`.
+    """
+    if path.suffix not in ENDINGS:
+        raise ResultError(f"{path} does not end in one of {', '.join(ENDINGS)}, which are what can be drawn")
+
+
 def save(figure: Any, path: Path) -> None:
-    """Write a figure as SVG and close it; the same figure gives the same bytes, without a date or random ids."""
+    """Write a figure and close it; the same figure gives the same bytes, without a date or random ids.
+
+    Raises:
+        ResultError: another ending than those of `ENDINGS`, or no file can be made there.
+    """
+    check_ending(path)
     plt = pyplot()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context({"svg.hashsalt": "dllm-compile"}):
-        figure.savefig(path, format="svg", metadata={"Date": None})
-    plt.close(figure)
+    picture = io.BytesIO()
+    try:
+        with plt.rc_context({"svg.hashsalt": "dllm-compile"}):
+            figure.savefig(picture, format=path.suffix[1:], metadata=ENDINGS[path.suffix])
+    finally:
+        plt.close(figure)
+    write(path, picture.getvalue())

@@ -21,14 +21,23 @@ Panels = dict[tuple[str, str], list[Result]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this command."""
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.svg", help="where the drawing goes")
+    endings = ", ".join(drawing.ENDINGS)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"where the drawing goes: {endings}")
     parser.add_argument("--only", metavar="CASE", help="one case only")
-    parser.add_argument("--most", type=int, default=8, help="lines in a panel, those that changed most [8]")
+    parser.add_argument("--most", type=positive, default=8, help="lines in a panel, those that changed most [8]")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Read, draw; 2 where there is nothing to draw or nothing to draw with."""
+    """Read, draw; 2 where there is nothing to draw, nothing to draw with, or nowhere to draw to."""
     try:
+        drawing.check_ending(arguments.out)
         panels = read(arguments.folder, arguments.only)
         draw(panels, arguments.out, arguments.most)
     except ResultError as error:
@@ -85,7 +94,7 @@ def draw(panels: Panels, path: Path, most: int) -> None:
     """Write the drawing.
 
     Raises:
-        ResultError: matplotlib is not installed.
+        ResultError: matplotlib is not installed, or the drawing cannot be written there.
     """
     plt = drawing.pyplot()
     figure, axes = plt.subplots(len(panels), 1, figsize=(10, 3.6 * len(panels)), squeeze=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import history
+from benchmarks import drawing, history
 from benchmarks.__main__ import main
 
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
         ("c.json", "c2", "2026-02-01T10:00:00Z", "H200", 2.0),
         ("d.json", "c1", "2026-01-05", "A100", 8.0),
     ):
-        environment = {"card": card, "commit": commit, **({"date": date} if date else {})}
+        environment = {"card": card, "torch": "2.13", "commit": commit, **({"date": date} if date else {})}
         rows = [{"name": "eager", "median_ms": 8.0}, {"name": "step", "median_ms": ms}]
         (tmp_path / name).write_text(json.dumps({"case": "decoding", "environment": environment, "rows": rows}))
     (tmp_path / "other.json").write_text("[]")
@@ -56,3 +56,46 @@ def test_without_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["history", str(folder), "--out", str(folder / "x.svg")]) == 2
     assert "pip install -e '.[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", drawing.ENDINGS)
+def test_every_ending_is_its_format_and_the_same_twice(folder: Path, ending: str):
+    pytest.importorskip("matplotlib")
+    out = folder / f"drawn{ending}"
+    drawn = []
+    for _ in range(2):
+        assert main(["history", str(folder), "--out", str(out)]) == 0
+        drawn.append(out.read_bytes())
+    assert drawn[0] == drawn[1]
+    assert {".svg": b"<?xml", ".pdf": b"%PDF", ".png": b"\x89PNG"}[ending] == drawn[0][: 4 + (ending == ".svg")]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h.xyz", "does not end in one of .svg, .pdf, .png"),
+        ("h", "does not end in one of .svg, .pdf, .png"),
+        ("/proc/h.svg", "cannot be written: "),
+        ("a.json/h.svg", "cannot be written: "),
+        ("folder.svg", "is a folder: give the name of a file in it"),
+        (f"{'h' * 300}.svg", "cannot be written: File name too long"),
+    ],
+)
+def test_where_nothing_can_be_drawn_is_said(name: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    (folder / "folder.svg").mkdir()
+    before = sorted(folder.iterdir())
+    assert main(["history", str(folder), "--out", str(folder / name)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"history: {folder / name} {said}")
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("most", ["0", "-1", "2.5", "all", ""])
+def test_a_panel_has_lines(most: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["history", str(folder), "--out", str(folder / "x.svg"), f"--most={most}"])
+    assert ended.value.code == 2
+    assert f"argument --most: {most!r} is no whole number of at least 1" in capsys.readouterr().err
