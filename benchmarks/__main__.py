@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from .figures import ResultError, check_writable, write
+
 _AsWritten = argparse.RawDescriptionHelpFormatter
 
 CASES = {
@@ -59,8 +61,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = _module(arguments.case)
     if arguments.case in COMMANDS:
         return int(module.main(arguments))
+    try:
+        return _measure(module, arguments)
+    except ResultError as error:
+        print(f"{arguments.case}: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure(module: ModuleType, arguments: argparse.Namespace) -> int:
+    """Run a case, print its figures, write them.
+
+    Raises:
+        ResultError: the file cannot be written; where that can be known, nothing is measured.
+    """
     from dllm_compile.bench.environment import environment
 
+    if arguments.json:
+        check_writable(arguments.json)
     rows = module.run(arguments)
     settings = {k: v for k, v in vars(arguments).items() if k not in ("case", "json", "commit")}
     result = {
@@ -70,10 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": rows,
     }
     text = json.dumps(result, indent=1, ensure_ascii=False, default=str)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    try:
+        print(text, flush=True)
+    finally:  # one of both is enough: a pipe may be closed, a disk full
+        if arguments.json:
+            write(arguments.json, text + "\n")
     return 0
 
 
