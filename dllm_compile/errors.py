@@ -78,3 +78,7 @@ class CopyError(DllmCompileError, TypeError):
 
 class CheckpointError(DllmCompileError, OSError):
     """A checkpoint folder is incomplete or does not describe a model that can be loaded."""
+
+
+class DumpError(DllmCompileError, OSError):
+    """The folder given to `dump_graphs` cannot be written to, or holds files of others under the dump's names."""

@@ -283,15 +283,18 @@ class OptimizedModel(nn.Module):
         """Write the graph as captured and after each pass, and each program built so far, to be read and to be run.
 
         Args:
-            directory: made where it does not exist. `index.html` in it shows everything; the modules in it are numbered
-                in the order of the passes, and `program_<name>.py` is a program with inputs and outputs recorded.
+            directory: made where it does not exist. An earlier dump in it is replaced, all files of it; files of others
+                stay as they are. `index.html` in it shows everything; the modules in it are numbered in the order of
+                the passes, and `program_<name>.py` is a program with inputs and outputs recorded.
             decompile: also compile each compiled program anew under depyf, caches off, for its decompiled code. None:
                 where depyf is installed.
 
         Returns:
-            The files, `index.html` first, then the numbered modules.
+            The files that were written, `index.html` first, then the numbered modules.
 
         Raises:
+            DumpError: the folder cannot be made or written to, or files of others stand where the dump's belong;
+                nothing of theirs is touched then.
             MissingPackageError: `decompile` is True and depyf is not installed.
         """
         return dump_graphs(self, directory, decompile=decompile)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from ..runtime.ambient import plain_mode
 from ..runtime.programs import ModelPrograms, Program
 from .decompiled import decompile as decompile_program
 from .decompiled import has_depyf
+from .dump_folder import DumpFolder, dump_folder
 from .dumped import WEIGHTS_FILE, tensors_of
 from .examples import ExampleSize, example_inputs
 from .python_code import module_name, python_module
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 SIZE = ExampleSize(prompt=5, answer=4, block=4, samples=2)
 """Of the recorded inputs: small, since a row has a cache row in every layer."""
+
+PAGE = "index.html"
 
 MOST_WEIGHTS = 64 * 2**20
 """Bytes of weights up to which they are written as well."""
@@ -81,41 +84,76 @@ def dump_graphs(fast: OptimizedModel, directory: str | Path, *, decompile: bool 
 
     if decompile and not has_depyf():
         raise MissingPackageError("decompile=True needs depyf, which is not installed: pip install -e '.[debug]'")
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
     if isinstance(fast.programs, ModelPrograms):
         fast.programs.forward_program()
-    notes: list[str] = []
-    stages, programs = _write_graphs(fast, folder, notes)
-    _write_weights(fast, folder, notes)
-    sources = {program.name: tuple(_write_sources(program, folder)) for program in fast.programs.built}
-    decompiled = _decompile(fast, folder, notes) if (has_depyf() if decompile is None else decompile) else ()
-    dump = Dump(folder, stages, programs, sources, decompiled, tuple(notes))
-    page = write_page(fast, dump)
-    written = [page, *(graph.path for graph in (*stages, *programs))]
-    written += [path for paths in sources.values() for path in paths]
-    return [*written, *decompiled, *sorted(folder.glob("*.safetensors"))]
+    with_depyf = has_depyf() if decompile is None else decompile
+    weights = tensors_of(fast)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    names = [PAGE, *_module_names(fast), *_source_names(fast), *([WEIGHTS_FILE] if size <= MOST_WEIGHTS else [])]
+    folders = [_depyf_name(program) for program in fast.programs.built if program.compiled and with_depyf]
+    with dump_folder(directory, names, folders) as folder:
+        notes: list[str] = []
+        page = folder.path(PAGE)
+        stages, programs = _write_graphs(fast, folder, notes)
+        sources = {program.name: tuple(_write_sources(program, folder)) for program in fast.programs.built}
+        decompiled = _decompile(fast, folder, notes) if with_depyf else ()
+        if size <= MOST_WEIGHTS:
+            _write_weights(weights, folder.path(WEIGHTS_FILE))
+        else:
+            notes.append(
+                f"weights ({size / 2**20:.0f} MiB) are not written: load(fast) takes them from an optimized model"
+            )
+        write_page(fast, Dump(folder.root, stages, programs, sources, decompiled, tuple(notes)))
+    first = [page, *(graph.path for graph in (*stages, *programs))]
+    return [*first, *(path for path in folder.written if path not in first)]
+
+
+def _module_names(fast: OptimizedModel) -> Iterator[str]:
+    """Of the modules of every stage and program, and of what is recorded beside them."""
+    yield f"{_example_name('')}.safetensors"
+    for number, (label, _) in enumerate(fast._snapshots):
+        yield _stage_name(number, label)
+    for program in fast.programs.built:
+        yield f"{_example_name(program.name)}.py"
+        yield f"{_example_name(program.name)}.safetensors"
+
+
+def _source_names(fast: OptimizedModel) -> Iterator[str]:
+    for program in fast.programs.built:
+        yield from (_source_name(program, number) for number in range(len(program.sources)))
+
+
+def _stage_name(number: int, label: str) -> str:
+    return f"graph_{number:02d}_{module_name(label)}.py"
+
+
+def _source_name(program: Program, number: int) -> str:
+    return f"inductor_{module_name(program.name)}_{number}.py"
+
+
+def _depyf_name(program: Program) -> str:
+    return f"depyf/{module_name(program.name)}"
 
 
 def _write_graphs(
-    fast: OptimizedModel, folder: Path, notes: list[str]
+    fast: OptimizedModel, folder: DumpFolder, notes: list[str]
 ) -> tuple[tuple[DumpedGraph, ...], tuple[DumpedGraph, ...]]:
     """Modules of every stage and of every program, and what they are run on."""
     examples: dict[str, bool] = {}
     programs = {program.name: program for program in fast.programs.built}
     canonical = fast._captured.gm
     for name, gm in (("", canonical), *((name, program.gm) for name, program in programs.items())):
-        examples[name] = _record(fast, gm, folder / f"{_example_name(name)}.safetensors", notes, name or "graph")
+        examples[name] = _record(fast, gm, folder.path(f"{_example_name(name)}.safetensors"), notes, name or "graph")
     stages = []
     for number, (label, gm) in enumerate(fast._snapshots):
         owner = label.partition(".")[0] if "." in label else ""
-        path = folder / f"graph_{number:02d}_{module_name(label)}.py"
+        path = folder.path(_stage_name(number, label))
         example = _example_name(owner) if examples.get(owner) else None
         path.write_text(python_module(gm, label, example), encoding="utf-8")
         stages.append(DumpedGraph(label, owner, gm, path))
     finished = []
     for name, program in programs.items():
-        path = folder / f"program_{module_name(name)}.py"
+        path = folder.path(f"{_example_name(name)}.py")
         example = _example_name(name) if examples[name] else None
         path.write_text(python_module(program.gm, f"program {name}", example), encoding="utf-8")
         finished.append(DumpedGraph(f"program {name}", name, program.gm, path))
@@ -149,37 +187,32 @@ def _record(fast: OptimizedModel, gm: GraphModule, path: Path, notes: list[str],
     return True
 
 
-def _write_weights(fast: OptimizedModel, folder: Path, notes: list[str]) -> None:
-    """Weights by name, where they are few enough to keep a second time."""
+def _write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Weights by name."""
     from safetensors.torch import save_file
 
-    tensors = tensors_of(fast)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if size > MOST_WEIGHTS:
-        notes.append(f"weights ({size / 2**20:.0f} MiB) are not written: load(fast) takes them from an optimized model")
-        return
     # Copies: parameters share storage with packed weights, which the format does not express.
-    save_file({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS_FILE)
+    save_file({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, path)
 
 
-def _write_sources(program: Program, folder: Path) -> Iterator[Path]:
+def _write_sources(program: Program, folder: DumpFolder) -> Iterator[Path]:
     """What Inductor generated for a program."""
     for number, source in enumerate(program.sources):
-        path = folder / f"inductor_{module_name(program.name)}_{number}.py"
+        path = folder.path(_source_name(program, number))
         times = program.calls[number] if len(program.calls) == len(program.sources) else "?"
         path.write_text(f"# program {program.name}, graph {number}, called {times} times\n{source}", encoding="utf-8")
         yield path
 
 
-def _decompile(fast: OptimizedModel, folder: Path, notes: list[str]) -> tuple[Path, ...]:
-    """Let depyf write what it finds out about each compiled program."""
-    found: Sequence[Path] = []
+def _decompile(fast: OptimizedModel, folder: DumpFolder, notes: list[str]) -> tuple[Path, ...]:
+    """Let depyf write what it finds out about each compiled program; the modules that it wrote."""
+    found: list[Path] = []
     for program in fast.programs.built:
         if not program.compiled:
             continue
-        place = folder / "depyf" / module_name(program.name)
-        reason = decompile_program(program, place, fast.device)
+        name = _depyf_name(program)
+        reason = decompile_program(program, folder.subfolder(name), fast.device)
         if reason is not None:
             notes.append(reason)
-        found = [*found, *sorted(place.glob("*.py"))]
+        found += [path for path in folder.found(name) if path.suffix == ".py" and path.parent.name == Path(name).name]
     return tuple(found)

@@ -265,7 +265,7 @@ def test_page_is_the_same_every_time(fast, folder, tmp_path):
 
 def test_depyf_that_is_not_there_is_said(fast, tmp_path, monkeypatch):
     monkeypatch.setattr(dump, "has_depyf", lambda: False)
-    with pytest.raises(MissingPackageError, match="pip install dllm_compile\\[debug\\]"):
+    with pytest.raises(MissingPackageError, match=r"pip install -e '\.\[debug\]'"):
         fast.dump_graphs(tmp_path, decompile=True)
 
 
