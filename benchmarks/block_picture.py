@@ -7,6 +7,7 @@ The same drawings as in the `index.html` of `dump_graphs`. Nothing is measured; 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -14,6 +15,8 @@ from torch.fx import GraphModule
 import dllm_compile
 from dllm_compile.inspection.blocks import block_drawing, block_path
 from dllm_compile.inspection.svg import beside, svg
+
+from .figures import ResultError, write
 
 LAYER = 1  # the first that looks like all others
 
@@ -34,8 +37,11 @@ def main(arguments: argparse.Namespace) -> int:
         "rewritten": stages["pack_gate_up"],
         "in a step of Flash-Cache": step.gm,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(beside([_drawn(name, gm) for name, gm in graphs.items()]) + "\n", encoding="utf-8")
+    try:
+        write(arguments.out, beside([_drawn(name, gm) for name, gm in graphs.items()]) + "\n")
+    except ResultError as error:
+        print(error, file=sys.stderr)
+        return 2
     print(f"wrote {arguments.out}")
     return 0
 
