@@ -75,6 +75,7 @@ def optimize(
     if unknown:
         raise ConfigError(f"disable names {', '.join(unknown)}; optional passes are {', '.join(OPTIONAL)}")
     check_switch("release", release)
+    facts = _facts(model)
     if config.cuda_graphs and next(model.parameters()).device.type != "cuda":
         raise ConfigError("cuda_graphs=True, but the model is not on a CUDA device: move it, or leave cuda_graphs out")
     if config.fuse_bookkeeping and config.cuda_graphs is False and next(model.parameters()).device.type == "cuda":
@@ -82,12 +83,13 @@ def optimize(
     if release and config.precision == "checkpoint":
         raise ConfigError("release=True frees what FP8 copies replace, and precision='checkpoint' makes none: drop one")
     with OPTIMIZING:
-        return _optimized(model, config, release, progress)
+        return _optimized(model, facts, config, release, progress)
 
 
-def _optimized(model: nn.Module, config: CompileConfig, release: bool, progress: bool) -> OptimizedModel:
+def _optimized(
+    model: nn.Module, facts: ModelFacts, config: CompileConfig, release: bool, progress: bool
+) -> OptimizedModel:
     """`optimize` with options that do not contradict each other."""
-    facts = _facts(model)
     refuse_released(model)
     refuse_unsupported(model)
     if facts.max_sequence_length is not None and facts.max_sequence_length < LENGTH:
@@ -158,8 +160,11 @@ def _decide_compile(config: CompileConfig, device: torch.device) -> tuple[bool, 
 
 def _facts(model: nn.Module) -> ModelFacts:
     config = getattr(model, "config", None)
-    if config is None:
-        raise UnsupportedModelError(f"{type(model).__name__} has no .config; optimize needs its vocabulary and mask id")
+    if config is None or not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no .config, or is no torch.nn.Module with parameters; optimize needs a model, its "
+            "vocabulary and mask id"
+        )
     return ModelFacts.from_config(config)
 
 

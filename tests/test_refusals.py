@@ -255,3 +255,14 @@ def test_hooks_that_change_nothing(register, path):
     ids = torch.arange(5)[None]
     fast = dllm_compile.optimize(model, PLAIN)
     torch.testing.assert_close(fast(ids).logits, model_logits(model, ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}, {"release": True, "precision": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [None, "path", SimpleNamespace(config=SimpleNamespace(vocab_size=7)), nn.ReLU()],
+    ids=lambda m: type(m).__name__,
+)
+def test_what_is_no_model_is_refused_before_its_options(model, options):
+    with pytest.raises(UnsupportedModelError, match=r"no torch\.nn\.Module with parameters; optimize needs a model"):
+        dllm_compile.optimize(model, **options)
