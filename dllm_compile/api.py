@@ -162,8 +162,8 @@ def _facts(model: nn.Module) -> ModelFacts:
     config = getattr(model, "config", None)
     if config is None or not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no .config, or is no torch.nn.Module with parameters; optimize needs a model, its "
-            "vocabulary and mask id"
+            f"{type(model).__name__} has no .config, or is no torch.nn.Module with parameters; optimize needs a model, "
+            "its vocabulary and mask id"
         )
     return ModelFacts.from_config(config)
 
