@@ -53,6 +53,26 @@ def interprets_triton() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@functools.cache
+def hold_device_guard() -> None:
+    """Keep what fake tensors look devices up by, for as long as the process runs.
+
+    A build of torch for CUDA, on a machine without a card, makes it in the thread that exports first and keeps a
+    pointer to it for all: when that thread ends, the next fake tensor of any thread reads freed memory (torch 2.11).
+    """
+    if torch.version.cuda is None or torch.cuda.is_available() or not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
+        return
+    made = threading.Event()
+
+    def hold() -> None:
+        torch._C._ensureCUDADeviceGuardSet()
+        made.set()
+        threading.Event().wait()
+
+    threading.Thread(target=hold, name="device guard", daemon=True).start()
+    made.wait()
+
+
 def has_cxx_compiler() -> bool:
     """Whether Inductor's CPU back end finds a C++ compiler."""
     candidates = (os.environ.get("CXX"), "g++", "clang++")

@@ -180,8 +180,10 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
         ConfigError: it is none, or is smaller than `least` or larger than `most`.
     """
     found = _index(value)
-    if found is not None and most is not None and abs(found) > most:
+    if found is not None and most is not None and found > most:
         raise ConfigError(f"{name} must be at most {most}, not {value!r}: where that means everything, say {most}")
+    if least is None and most is not None:
+        least = -most
     if found is None or (least is not None and found < least):
         kind = "an integer" if least is None else f"an integer of at least {least}"
         raise ConfigError(f"{name} must be {kind}, not {value!r}")

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from .capture import Captured, logits_of
+from .capture import Captured
 from .certify import decibels, relative_deviation, relative_error
 from .errors import CertificateError
 from .passes import GraphPass
 from .passes.graph import aten, find
+from .refusals import logits_of
 from .runtime.facts import ModelFacts
 from .runtime.layout import tile_table
 from .runtime.programs import ModelPrograms

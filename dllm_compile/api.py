@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from ._compat import can_compile
 from ._config_checks import check_switch, chosen
 from .acceptance import accept_logits
-from .capture import capture, refuse_unsupported
+from .capture import capture
 from .certify import LENGTH
 from .config import CompileConfig
 from .errors import ConfigError, UnsupportedModelError
@@ -27,6 +27,7 @@ from .passes.graph import share
 from .passes.normalize_attention import COS
 from .passes.packing import packed
 from .precision import decide, quantize
+from .refusals import refuse_unsupported
 from .runtime.facts import ModelFacts
 from .stages import Stages
 
@@ -67,6 +68,9 @@ def optimize(
         ReleasedWeightsError: an earlier call with `release=True` freed this model's weights.
 
     The model is as it was before when this raises.
+
+    Several threads may call this, and decode with optimized models meanwhile. A model's own forward, `model(ids)`, in
+    another thread cannot be kept apart: torch marks the whole process as exporting.
     """
     config = chosen(config, CompileConfig, "optimize(model, compile=False)").replace(**options)
     if isinstance(model, OptimizedModel):

@@ -17,6 +17,7 @@ from torch.export import Dim
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 
+from ._compat import hold_device_guard
 from .alike_layers import MIN_LAYERS, NotAlike, find_repeated
 from .certify import deviation
 from .errors import CaptureError, UnsupportedModelError
@@ -24,8 +25,6 @@ from .export_gate import EXPORT_GATE
 from .passes.graph import aten, check_metadata, fake_mode_of, find, lookup, output_node, placeholders
 from .refusals import first_line, forward_logits, logits_of, refuse_backward_hooks, refuse_unsupported
 from .stamping import stamp
-
-__all__ = ["EXAMPLE_SHAPE", "Captured", "capture", "logits_of", "refuse_unsupported"]
 
 # Neither dimension may be 1: export specialises sizes 0 and 1 and then refuses the dynamic dimension.
 EXAMPLE_SHAPE = (2, 16)
@@ -158,6 +157,7 @@ def _export(source: nn.Module, ids: Tensor, max_length: int | None) -> GraphModu
     length = Dim.AUTO if max_length is None else Dim("length", min=1, max=max_length)
     dims = {0: Dim("batch", min=1, max=4096), 1: length}
     try:
+        hold_device_guard()
         with EXPORT_GATE.exporting(), warnings.catch_warnings():
             # Deprecation notes of the exporter about its own tree specs: nothing a user can act on.
             warnings.simplefilter("ignore")

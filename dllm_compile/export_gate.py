@@ -26,22 +26,28 @@ class ExportGate:
     def running(self) -> Iterator[None]:
         """Run operators inside the block; may be entered again inside of itself and inside `exporting`."""
         depth = getattr(self._of_thread, "depth", 0)
-        with self._changed:
-            if not depth and self._exporter != threading.get_ident():
-                self._changed.wait_for(lambda: self._exporter is None and not self._waiting)
-            self._running += 1
-        self._of_thread.depth = depth + 1
+        counted = False
         try:
+            with self._changed:
+                if not depth and self._exporter != threading.get_ident():
+                    self._changed.wait_for(lambda: self._exporter is None and not self._waiting)
+                self._running += 1
+                counted = True
+            self._of_thread.depth = depth + 1
             yield
         finally:
             self._of_thread.depth = depth
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
+            if counted:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
 
     @contextlib.contextmanager
     def exporting(self) -> Iterator[None]:
-        """Export inside the block, while nobody else runs or exports."""
+        """Export inside the block, while nobody else runs or exports.
+
+        Two threads that both run and both want to export would wait for each other: nothing exports inside a step.
+        """
         own = getattr(self._of_thread, "depth", 0)  # what this thread runs cannot end before this does
         with self._changed:
             self._waiting += 1
@@ -50,6 +56,7 @@ class ExportGate:
                 self._exporter = threading.get_ident()
             finally:
                 self._waiting -= 1
+                self._changed.notify_all()  # where waiting was interrupted, nobody else wakes those who stood back
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ from .acceptance import is_rectangular
 from .capture import Captured
 from .config import CompileConfig, DecodingConfig
 from .errors import CopyError, ReleasedWeightsError, UnsupportedModelError
-from .export_gate import EXPORT_GATE
+from .export_gate import EXPORT_GATE, OPTIMIZING
 from .fp8_weights import parameters_of, refresh
 from .fp8_weights import release as free_weights
 from .inspection.dump import dump_graphs
@@ -297,7 +297,8 @@ class OptimizedModel(nn.Module):
                 nothing of theirs is touched then.
             MissingPackageError: `decompile` is True and depyf is not installed.
         """
-        return dump_graphs(self, directory, decompile=decompile)
+        with OPTIMIZING:  # graphs run
+            return dump_graphs(self, directory, decompile=decompile)
 
     def _make_sessions(self) -> SessionPool | None:
         """Where buffers and captured steps stay between calls; None where steps are neither captured nor compiled."""

@@ -251,7 +251,7 @@ class NoPut:
 
 
 class BrokenDraft(Shown):
-    put_draft = None
+    put_draft = 3
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dllm_compile.capture import capture, logits_of
+from dllm_compile.capture import capture
 from dllm_compile.errors import CaptureError, DeviceMismatchError, UnsupportedModelError
 from dllm_compile.passes import NORMALIZE, run_passes
 from dllm_compile.passes.graph import check_metadata, operator_counts, output_node, placeholders
+from dllm_compile.refusals import logits_of
 from tests.conftest import tiny_model
 from tests.passes.pieces import LENGTH, Mini, assert_same, capture_mini, listing
 

@@ -226,6 +226,12 @@ def test_numbers_that_sums_would_overflow_are_refused(option):
             DecodingConfig(**{**BESIDE.get(option, {}), option: value})
 
 
+def test_numbers_that_are_too_small_say_so():
+    for option, value in (("max_new_tokens", -(10**30)), ("lookahead", -1), ("track", -MOST - 5)):
+        with pytest.raises(ConfigError, match=f"{option} must be an integer of at least"):
+            DecodingConfig(**{**BESIDE.get(option, {}), option: value})
+
+
 def test_the_largest_looks_are_everything():
     fast = dllm_compile.optimize(tiny_model(), compile=False)
     whole = {"cache": "vicinity", "prefix_look": 99, "after_look": 99}, {"cache": "flash", "lookahead": 99, "track": 99}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dllm_compile
+from dllm_compile import CompileConfig
 from dllm_compile.export_gate import ExportGate
 from tests.conftest import tiny_model
 from tests.real import model_logits, prompts_of
@@ -82,6 +83,48 @@ def test_decoding_goes_on_while_another_model_is_rewritten(cache):
     check(rewritten)
     assert isinstance(calls, int), calls
     assert calls > 0
+
+
+@pytest.mark.parametrize("beside", ["bisect", "dump"])
+def test_other_calls_that_run_graphs(beside, tmp_path):
+    """Each of them beside models that are rewritten."""
+    fast, model = optimized(tiny_model()), tiny_model(seed=1)
+    fast.generate(PROMPTS, max_new_tokens=4)
+
+    def other() -> None:
+        if beside == "bisect":
+            assert dllm_compile.bisect(model, [5, 6], CompileConfig(compile=False), max_new_tokens=2).fault is None
+        else:
+            for i in range(2):
+                fast.dump_graphs(tmp_path / str(i))
+
+    found = together(other, *(lambda seed=seed: optimized(tiny_model(seed=seed)) for seed in (2, 3)))
+    assert found[0] is None
+    for one in found[1:]:
+        check(one)
+
+
+def test_whoever_gives_up_waiting_holds_nobody_back():
+    gate, entered = ExportGate(), threading.Event()
+    real = gate._changed.wait_for
+
+    def enter() -> None:
+        with gate.running():
+            entered.set()
+
+    def interrupted(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """A runner comes while this one waits to export; then the wait is interrupted."""
+        gate._changed.wait_for = real
+        runner.start()
+        gate._changed.wait(0.1)
+        assert not entered.is_set()
+        raise KeyboardInterrupt
+
+    runner = threading.Thread(target=enter, daemon=True)
+    gate._changed.wait_for = interrupted
+    with pytest.raises(KeyboardInterrupt), gate.exporting():
+        pass
+    assert entered.wait(10)
 
 
 def test_the_gate():

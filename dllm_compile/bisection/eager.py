@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..capture import logits_of
 from ..kernels import counter_rng
+from ..refusals import logits_of
 from ..runtime.row_programs import CacheInputs, LaCacheInputs, StepInputs, VerifyInputs
 from ..runtime.shape import ModelShape
 

@@ -78,12 +78,12 @@ def bisect(
     ids = _one_prompt(prompt, tokenizer)
     check_prompts([ids], facts, decoding)
     check_mask_token(facts)
-    with torch.inference_mode(False), plain_mode(), torch.no_grad():
+    with OPTIMIZING, torch.inference_mode(False), plain_mode(), torch.no_grad():
         refuse_unsupported(model)
         forward_logits(model, ids[None].to(next(model.parameters()).device))
-    stack = Stack(model, ids, config, decoding, stop=stop, told=_tell if progress else lambda layer: None)
-    with OPTIMIZING, torch.inference_mode(False), plain_mode(), torch.no_grad(), contextlib.suppress(Fault):
-        stack.compare()
+        stack = Stack(model, ids, config, decoding, stop=stop, told=_tell if progress else lambda layer: None)
+        with contextlib.suppress(Fault):
+            stack.compare()
     return BisectResult(tuple(stack.findings), tuple(stack.skipped))
 
 

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from .._compat import can_compile, references_only
 from ..acceptance import FP8_LOGITS_BOUND, is_rectangular, rounding_noise
-from ..capture import capture, refuse_unsupported
+from ..capture import capture
 from ..certify import relative_error
 from ..config import CompileConfig, DecodingConfig
 from ..errors import ConfigError
@@ -24,6 +24,7 @@ from ..passes.graph import placeholders, share
 from ..passes.packing import packed
 from ..passes.quantize_ffn_fp8 import quantize_ffn_fp8_pass
 from ..precision import decide
+from ..refusals import refuse_unsupported
 from ..runtime.engine import decode
 from ..runtime.facts import ModelFacts
 from ..runtime.programs import CUDA_TILE_ROWS, ModelPrograms

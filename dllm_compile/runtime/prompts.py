@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,11 @@ def _integers(values: object) -> Tensor:
     return integer_ids(ids, "Prompts").cpu()
 
 
+def _on_host(mask: object) -> Any:
+    """Moved before it is looked at: each look at a tensor on a card would wait for it."""
+    return mask.cpu() if isinstance(mask, Tensor) and not mask.is_meta else mask
+
+
 def _without_padding(
     prompts: list[Tensor], attention_mask: Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 ) -> list[Tensor]:
@@ -85,10 +91,10 @@ def _without_padding(
         attention_mask = list(attention_mask.unbind())
     if isinstance(attention_mask, Sequence) and _lengths(attention_mask) == [len(prompt) for prompt in prompts]:
         # As ragged as the prompts: a tokenizer's, without padding.
-        masks = [padding_mask(row).cpu() for row in attention_mask]
+        masks = [padding_mask(_on_host(row)) for row in attention_mask]
         shape = str([tuple(row.shape) for row in masks])
     else:
-        mask = padding_mask(attention_mask).cpu()
+        mask = padding_mask(_on_host(attention_mask))
         masks = list(mask[None] if mask.dim() == 1 and len(prompts) == 1 else mask) if mask.dim() else []
         shape = str(tuple(mask.shape))
     if [row.shape for row in masks] != [prompt.shape for prompt in prompts]:

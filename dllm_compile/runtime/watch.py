@@ -75,7 +75,7 @@ def check_streamer(streamer: object) -> None:
     Raises:
         ConfigError: it lacks a method of the protocol, or asks for logits, which are never kept.
     """
-    needed = ("put", "end", *(("put_draft",) if hasattr(streamer, "put_draft") else ()))
+    needed = ("put", "end", *(("put_draft",) if getattr(streamer, "put_draft", None) is not None else ()))
     if isinstance(streamer, type) or not all(callable(getattr(streamer, name, None)) for name in needed):
         raise ConfigError(
             "streamer must be an object with put(tokens) and end(), such as CanvasStreamer(tokenizer), not "

@@ -13,6 +13,7 @@ from dllm_compile._compat import can_compile
 from dllm_compile.config import DecodingConfig
 from dllm_compile.errors import PromptError
 from dllm_compile.models.small.problem import held_out
+from dllm_compile.runtime.commit.flash_verify import within_canvas
 from tests.conftest import tiny_model
 
 from .bundled import assert_equals_reference, prompts_of_problems
@@ -137,7 +138,7 @@ def test_sizes_beyond_the_canvas_are_its_size(fast, rule, large):
     config = DecodingConfig(
         **{**VERIFY, **LOOSE[rule], "window_length": 8, "lookahead": 4, "max_new_tokens": 20, **large}
     )
-    longest = 20 + 9
+    longest = 256
     own = {"window_length": longest, "verify_candidates": longest, "verify_rows": 2 * longest}
     if "window_length" not in large:
         own["window_length"] = 8
@@ -145,6 +146,15 @@ def test_sizes_beyond_the_canvas_are_its_size(fast, rule, large):
         own["verify_candidates"] = 4
     output = fast.generate(prompts_of(9, 3, seed=2), config)
     assert torch.equal(output.sequences, fast.generate(prompts_of(9, 3, seed=2), config, **own).sequences)
+
+
+@pytest.mark.parametrize("window", [16, 64, 10**6])
+def test_prompts_of_nearly_one_length_share_buffers(window):
+    """What is cut to the canvas is not cut to each canvas."""
+    config = DecodingConfig(**{**VERIFY, "window_length": window, "max_new_tokens": 8})
+    cut = {within_canvas(config, length + 8) for length in range(2, 8)}
+    assert len(cut) == 1
+    assert max(one.window_length for one in cut) <= 256
 
 
 def test_the_longest_canvas(fast):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...config import DecodingConfig
 from ...kernels.running_sum import running_log_sum
+from ..capacity import bucket
 from .base import Ranking, prefix
 from .threshold import ThresholdRule
 
@@ -31,11 +32,16 @@ class Search:
     real: Tensor
 
 
+_SMALL = 256  # a window of this many positions costs too little to be cut
+
+
 def within_canvas(config: DecodingConfig, longest: int) -> DecodingConfig:
     """The same decoding with no larger window, candidates and verify pass than canvases of `longest` positions fill.
 
     A verify pass has the size that its options name, so "everything" as an option would be rows that are never used.
+    Canvases of nearly the same length get the same sizes, and so the same buffers and graphs.
     """
+    longest = max(_SMALL, bucket(longest))
     largest = max(2 * config.window_length, 2 * config.most_candidates, config.verify_rows or 0)
     if config.rule != "flash_verify" or largest <= 2 * longest:
         return config
