@@ -53,8 +53,17 @@ def multiplied(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("granularity", ["group", "row", "tensor"])
-@pytest.mark.parametrize("layers", [3, 6])
+@pytest.mark.parametrize(
+    ("layers", "granularity"),
+    [
+        (3, "group"),
+        (6, "group"),
+        (3, "row"),
+        pytest.param(6, "row", marks=pytest.mark.long),
+        pytest.param(3, "tensor", marks=pytest.mark.long),
+        pytest.param(6, "tensor", marks=pytest.mark.long),
+    ],
+)
 def test_no_copy_of_weights_or_scales(multiplied, layers, granularity):
     """Every product gets the very buffers of the graph, in one graph and where a layer is compiled once for many."""
     fast = dllm_compile.optimize(

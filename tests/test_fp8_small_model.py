@@ -40,7 +40,7 @@ def test_what_is_left_of_products_and_logits(granularity):
 
 
 @GRANULARITIES
-@pytest.mark.parametrize("last", [1, 4])
+@pytest.mark.parametrize("last", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_logits_of_a_problem_are_those_of_the_definition(small_model, small_tokenizer, last, granularity):
     """To rounding with one layer. With more, a code on the other side of a tie turns others, and they spread."""
     skip = tuple(layer for layer in range(8) if not 1 <= layer <= last)

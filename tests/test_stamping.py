@@ -69,7 +69,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+LONG = ("bf16", "groups")  # a combination each of what the others have
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in VARIANTS]
+)
 def test_equals_whole_capture(variant, monkeypatch):
     """Node for node, with the same parameters under the same names and the right module behind every node."""
     model = small(**VARIANTS[variant])

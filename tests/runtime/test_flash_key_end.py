@@ -188,7 +188,11 @@ def test_stages_read_nothing_on_the_host(model, rule):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="needs a C++ compiler")
-@pytest.mark.parametrize("options", [{}, {"commit": "flash_verify", "gamma": 0.1, "pin": "released"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.long), {"commit": "flash_verify", "gamma": 0.1, "pin": "released"}],
+    ids=str,
+)
 def test_compiled_bookkeeping(model, options):
     """Stages with the released readings, compiled once for prompts of other lengths: the same tokens and work."""
     config = config_of(**options)

@@ -35,7 +35,7 @@ def test_problems(small_model, small_fast, small_tokenizer, policy, count):
         assert_equals_reference(small_fast, small_model, prompts[first : first + 4], config, alone)
 
 
-@pytest.mark.parametrize("block_length", [1, 8, 32, 48])
+@pytest.mark.parametrize("block_length", [1, pytest.param(8, marks=pytest.mark.long), 32, 48])
 @pytest.mark.parametrize("options", [{}, {"threshold": 0.9}], ids=["quota", "threshold"])
 @pytest.mark.parametrize(
     "count", [4, pytest.param(PROBLEMS, marks=[pytest.mark.long, pytest.mark.timeout(1800)])], ids="{} problems".format
