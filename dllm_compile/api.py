@@ -27,7 +27,7 @@ from .passes.graph import share
 from .passes.normalize_attention import COS
 from .passes.packing import packed
 from .precision import decide, quantize
-from .refusals import refuse_unsupported
+from .refusals import model_config, refuse_unsupported
 from .runtime.facts import ModelFacts
 from .stages import Stages
 
@@ -79,7 +79,7 @@ def optimize(
     if unknown:
         raise ConfigError(f"disable names {', '.join(unknown)}; optional passes are {', '.join(OPTIONAL)}")
     check_switch("release", release)
-    facts = _facts(model)
+    facts = ModelFacts.from_config(model_config(model, "optimize"))
     if config.cuda_graphs and next(model.parameters()).device.type != "cuda":
         raise ConfigError("cuda_graphs=True, but the model is not on a CUDA device: move it, or leave cuda_graphs out")
     if config.fuse_bookkeeping and config.cuda_graphs is False and next(model.parameters()).device.type == "cuda":
@@ -160,16 +160,6 @@ def _decide_compile(config: CompileConfig, device: torch.device) -> tuple[bool, 
     if config.compile:
         raise ConfigError(f"compile=True, but {missing} was not found: install it or pass compile=None")
     return False, f"programs run uncompiled on {device.type}, slower: {missing} was not found"
-
-
-def _facts(model: nn.Module) -> ModelFacts:
-    config = getattr(model, "config", None)
-    if config is None or not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no .config, or is no torch.nn.Module with parameters; optimize needs a model, "
-            "its vocabulary and mask id"
-        )
-    return ModelFacts.from_config(config)
 
 
 def _within_tables(facts: ModelFacts, gm: GraphModule) -> ModelFacts:

@@ -52,6 +52,21 @@ def forward_logits(model: nn.Module, ids: Tensor) -> Tensor:
     return logits
 
 
+def model_config(model: object, asks: str) -> Any:
+    """The configuration of a model, for the call named `asks`.
+
+    Raises:
+        UnsupportedModelError: it is no module with parameters, or has none.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no .config, or is no torch.nn.Module with parameters; {asks} needs a model, "
+            "its vocabulary and mask id"
+        )
+    return config
+
+
 def logits_of(output: Any) -> Tensor:
     """The logits in whatever a forward returns."""
     if isinstance(output, Tensor):

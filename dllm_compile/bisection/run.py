@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from .._config_checks import chosen
 from ..config import CompileConfig, DecodingConfig
-from ..errors import PromptError, UnsupportedModelError
+from ..errors import PromptError
 from ..export_gate import OPTIMIZING
 from ..fp8_weights import refuse_released
 from ..optimized import OptimizedModel
-from ..refusals import forward_logits, refuse_unsupported
+from ..refusals import forward_logits, model_config, refuse_unsupported
 from ..runtime.ambient import plain_mode
 from ..runtime.facts import ModelFacts
 from ..runtime.prompt_forms import encoded
@@ -74,7 +74,8 @@ def bisect(
     config = chosen(config, CompileConfig, "bisect(model, ids, CompileConfig(compile=False))")
     decoding = chosen(decoding, DecodingConfig, "bisect(model, ids, max_new_tokens=64)").replace(**options)
     check_disable(config)
-    facts = _facts(model)
+    facts = ModelFacts.from_config(model_config(model, "bisect"))
+    refuse_released(model)
     ids = _one_prompt(prompt, tokenizer)
     check_prompts([ids], facts, decoding)
     check_mask_token(facts)
@@ -85,17 +86,6 @@ def bisect(
         with contextlib.suppress(Fault):
             stack.compare()
     return BisectResult(tuple(stack.findings), tuple(stack.skipped))
-
-
-def _facts(model: Any) -> ModelFacts:
-    """What the model's configuration says, where it is a model and has one."""
-    if not isinstance(model, nn.Module) or getattr(model, "config", None) is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no .config or is no torch.nn.Module; bisect needs a model, its vocabulary and "
-            "its mask id"
-        )
-    refuse_released(model)
-    return ModelFacts.from_config(model.config)
 
 
 def _one_prompt(prompt: Any, tokenizer: Any) -> Tensor:

@@ -111,12 +111,12 @@ def test_fp32_model_in_groups(monkeypatch):
     for rows in (3, 64, 128):
         ids = ids_of(rows)
         expected, allowed = cpu(ids).logits, 0.0
-        for seed in range(4):
+        for seed in range(8):
             with monkeypatch.context() as patch:
                 products_apart(patch, 1e-4, seed)
                 allowed = max(allowed, relative_error(expected, cpu(ids).logits))
-        assert 0 < allowed < 0.02, "FP8 itself is 0.07 to 0.2 away from the model"
-        assert relative_error(expected, card(ids.cuda()).logits.cpu()) <= 1.25 * allowed
+        assert 0 < allowed < 0.015, "FP8 itself is 0.07 to 0.2 away from the model"
+        assert relative_error(expected, card(ids.cuda()).logits.cpu()) <= allowed
 
 
 def test_what_a_step_calls(pair):

@@ -167,7 +167,9 @@ def _without_reads(programs: Scripted):
 
 
 @SLOW
-@pytest.mark.parametrize(("rule", "count"), [("product", 200), ("per_token", 50)])
+@pytest.mark.parametrize(
+    ("rule", "count"), [("product", 200), ("per_token", 50), pytest.param("per_token", 200, marks=pytest.mark.long)]
+)
 def test_two_hundred_prompts_through_eight_slots(model, rule, count):
     """The same tokens and forwards as each alone, in the order asked for."""
     prompts = prompts_of(*(1 + 7 * i % 29 for i in range(count)), seed=3)

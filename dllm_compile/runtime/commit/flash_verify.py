@@ -32,7 +32,7 @@ class Search:
     real: Tensor
 
 
-_SMALL = 256  # a window of this many positions costs too little to be cut
+_SMALL = 256  # nothing is cut below this, so that short canvases of all lengths share their sizes
 
 
 def within_canvas(config: DecodingConfig, longest: int) -> DecodingConfig:
