@@ -105,6 +105,8 @@ def stream_keys(
     probe=None,
     tracked=None,
     tracked_end=0,
+    HIDDEN: tl.constexpr = False,
+    hidden=None,
 ):
     """The state (row_max in units of log2, row_sum, acc) of `query`'s rows after the keys [k_begin, k_end).
 
@@ -117,15 +119,24 @@ def stream_keys(
 
     If TRACKED, `tracked[j] += sum over the rows of probe [16, hd] of probe . k[j]` for the keys in front of
     `tracked_end`; 0 tracks none.
+
+    If HIDDEN, keys whose byte of `hidden` is not 0 are left out. All keys of a block may be: then `row_max` must be
+    finite from the start.
     """
     block_keys = tl.arange(0, BLOCK_KEYS)
     whole_blocks = tl.maximum(k_end - k_begin, 0) // BLOCK_KEYS
+    if HIDDEN:  # a block ahead: so short a load is not pipelined
+        unseen = tl.load(hidden + k_begin + block_keys, mask=k_begin + block_keys < k_end, other=1)
     for block in tl.range(0, whole_blocks, num_stages=STAGES):
         start = k_begin + block * BLOCK_KEYS
         keys = load_block(k_pointers, k_blocks, start, column, k_row, BLOCK_KEYS, DESCRIBED)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale
         if TRACKED:
             _track(probe, keys, tracked, start + block_keys, tracked_end, PRECISION)
+        if HIDDEN:
+            scores = tl.where((unseen == 0)[None, :], scores, -float("inf"))
+            ahead = start + BLOCK_KEYS + block_keys
+            unseen = tl.load(hidden + ahead, mask=ahead < k_end, other=1)
         values = load_block(v_pointers, v_blocks, start, column, v_row, BLOCK_KEYS, DESCRIBED)
         row_max, row_sum, acc = fold(scores, values, row_max, row_sum, acc, PRECISION)
 
@@ -133,6 +144,8 @@ def stream_keys(
     if start < k_end:
         key_rows = start + block_keys
         in_range = key_rows < k_end
+        if HIDDEN:
+            in_range &= unseen == 0
         keys = load_last_keys(k_pointers, k_blocks, start, k_end, column, k_row, BLOCK_KEYS, DESCRIBED)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale
         scores = tl.where(in_range[None, :], scores, -float("inf"))

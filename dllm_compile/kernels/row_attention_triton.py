@@ -96,9 +96,10 @@ def row_attention_kernel(
     tile = tiles + (part // parts) * 4
     first_row = tl.load(tile) + (part % parts) * BLOCK_ROWS
     end_row = tl.load(tile + 1)
+    if first_row >= end_row:  # a part beyond the tile's last row, or of a spare tile: nothing is computed or counted
+        return
     k_begin = tl.load(tile + 2)
-    # A part beyond the tile's last row sees no keys and stores nothing.
-    k_end = tl.where(first_row < end_row, tl.load(tile + 3), k_begin)
+    k_end = tl.load(tile + 3)
     dims = tl.arange(0, HEAD_DIM)
     q += head * q_head + dims[None, :]
     k_pointers = k + kv_head * k_head + dims[None, :]

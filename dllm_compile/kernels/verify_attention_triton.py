@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm_compile.kernels import _launch
-from dllm_compile.kernels.online_softmax import fold, merge_parts
+from dllm_compile.kernels.online_softmax import describe_keys, fold, merge_parts, stream_keys
 from dllm_compile.kernels.row_attention_blocks import Blocks
 
 _LOG2_E = 1.4426950408889634
@@ -37,7 +37,7 @@ def kernel_takes(q: Tensor, tile_rows: int) -> bool:
 
 
 def choose_verify_blocks(dtype: torch.dtype, head_dim: int, tile_rows: int, programs: int, processors: int) -> Blocks:
-    """Launch configuration by shape, from what attention of 32 rows over 1,280 keys likes best on an H200.
+    """Launch configuration by shape, from measurements of 16-bit heads of 128 (32 rows, 1,280 keys) on an H200.
 
     Args:
         dtype: of q, k, v.
@@ -53,8 +53,9 @@ def choose_verify_blocks(dtype: torch.dtype, head_dim: int, tile_rows: int, prog
         return Blocks(rows, 32 if head_dim <= 128 and rows <= 64 else 16, 2, 8, splits)
     if head_dim > 128:
         return Blocks(rows, 32, 2, 8, splits)
-    few = rows <= 32 or (rows <= 64 and splits == 1)
-    return Blocks(rows, 64, 3, 4 if few else 8, splits)
+    if head_dim >= 64:
+        rows = max(rows, 64)  # half of 64 rows is idle, but 64 rows run on wgmma
+    return Blocks(rows, 64, 3, 4 if rows <= 64 else 8, splits)
 
 
 @triton.jit
@@ -64,6 +65,8 @@ def verify_attention_kernel(
     v,
     k_cache,
     v_cache,
+    k_blocks,
+    v_blocks,
     tiles,
     views,
     hidden,
@@ -91,8 +94,12 @@ def verify_attention_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """One share of the keys of one head of one tile. Grid: (H, n, SPLITS); `scale` includes log2(e).
+
+    `k_blocks` and `v_blocks` are tensor descriptors of the caches with blocks [BLOCK_KEYS, HEAD_DIM] if DESCRIBED, else
+    None.
 
     If SPLITS > 1, `maxima` and `sums` [SPLITS, R, H] and `accs` [SPLITS, R, H * HEAD_DIM] hold the states in between,
     and `arrived`, a counter for each tile and head, is zero before and after; else they are None.
@@ -104,8 +111,10 @@ def verify_attention_kernel(
     tile = tiles + tl.program_id(1) * 4
     first_row = tl.load(tile)
     end_row = tl.load(tile + 1)
+    if first_row >= end_row:
+        return
     k_begin = tl.load(tile + 2)
-    k_end = tl.where(first_row < end_row, tl.load(tile + 3), k_begin)
+    k_end = tl.load(tile + 3)
 
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     in_tile = rows < end_row
@@ -120,20 +129,28 @@ def verify_attention_kernel(
 
     share = tl.cdiv(tl.cdiv(tl.maximum(k_end - k_begin, 0), BLOCK_KEYS), SPLITS) * BLOCK_KEYS
     begin = k_begin + split * share
-    end = tl.minimum(begin + share, k_end)
-    block_keys = tl.arange(0, BLOCK_KEYS)
-    k_pointers = k_cache + kv_head * k_cache_head + dims[None, :]
-    v_pointers = v_cache + kv_head * v_cache_head + dims[None, :]
-    for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
-        key_rows = start + block_keys
-        in_range = key_rows < end
-        key_wide = key_rows.to(tl.int64)[:, None]
-        keys = tl.load(k_pointers + key_wide * k_cache_row, mask=in_range[:, None], other=0.0)
-        seen = tl.load(hidden + key_rows, mask=in_range, other=1) == 0
-        scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, _NEG_INF)
-        values = tl.load(v_pointers + key_wide * v_cache_row, mask=in_range[:, None], other=0.0)
-        row_max, row_sum, acc = fold(scores, values, row_max, row_sum, acc, PRECISION)
+    row_max, row_sum, acc = stream_keys(
+        query,
+        k_cache + kv_head * k_cache_head + dims[None, :],
+        v_cache + kv_head * v_cache_head + dims[None, :],
+        k_blocks,
+        v_blocks,
+        kv_head * HEAD_DIM,
+        k_cache_row,
+        v_cache_row,
+        begin,
+        tl.minimum(begin + share, k_end),
+        scale,
+        row_max,
+        row_sum,
+        acc,
+        BLOCK_KEYS,
+        STAGES,
+        PRECISION,
+        DESCRIBED,
+        HIDDEN=True,
+        hidden=hidden,
+    )
 
     if split == SPLITS - 1:
         # The tile's own keys: who sees whom depends on depths alone.
@@ -207,7 +224,9 @@ def plan_verify_attention(
             arrived = torch.zeros(counters, dtype=torch.int32, device=q.device)
         states = (numbers[0], numbers[1], accs, arrived)
     strides = [stride for x in (q, k, v, k_cache, v_cache) for stride in x.stride()[:2]]
-    tensors = (q, k, v, k_cache, v_cache, tiles, views, hidden.view(torch.uint8), out, *states)
+    k_blocks, v_blocks = describe_keys(k_cache, v_cache, blocks.keys)
+    caches = (k_cache, v_cache, k_blocks, v_blocks)
+    tensors = (q, k, v, *caches, tiles, views, hidden.view(torch.uint8), out, *states)
     constants = {
         "GROUPS": heads // k.shape[1],
         "HEAD_DIM": head_dim,
@@ -216,6 +235,7 @@ def plan_verify_attention(
         "SPLITS": blocks.splits,
         "STAGES": blocks.stages,
         "PRECISION": "ieee",  # of fp32 operands; 16-bit products are exact in any case
+        "DESCRIBED": k_blocks is not None,
         "num_warps": blocks.warps,
     }
     return (heads, tiles.shape[0], blocks.splits), (*tensors, rows, *strides, _LOG2_E / math.sqrt(head_dim)), constants

@@ -49,12 +49,6 @@ def fast() -> dllm_compile.OptimizedModel:
     return dllm_compile.optimize(tiny_model(**SIZES).cuda())
 
 
-@pytest.fixture(scope="module")
-def in_fp64() -> dllm_compile.OptimizedModel:
-    """The same model in fp64 on the CPU."""
-    return dllm_compile.optimize(tiny_model(**SIZES).double(), compile=False)
-
-
 def prompts_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 100, (length,), generator=generator) for length in lengths]
@@ -88,21 +82,37 @@ def test_replays_give_the_tokens_of_the_steps(fast, case):
         assert graphs(pool) > 0
 
 
+def answers_nearby(prompt, config) -> list[torch.Tensor]:
+    """What the model answers in fp64, on the CPU, with weights that are off by 1e-6: more than one if numbers tie."""
+    found: list[torch.Tensor] = []
+    for seed in range(6):
+        model, generator = tiny_model(**SIZES).double(), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=generator, dtype=torch.float64))
+        answer = run(dllm_compile.optimize(model, compile=False), [prompt], config).sequences[0]
+        if not any(torch.equal(answer, other) for other in found):
+            found.append(answer)
+    return found
+
+
 @pytest.mark.parametrize("case", ["none", "dual", "flash", "flash, narrow", "flash, verify"])
-def test_two_hundred_prompts_through_eight_slots(fast, in_fp64, case):
-    """The same tokens as each alone. Where fp64 finds others, two numbers tie in fp32: then either answer will do."""
+def test_two_hundred_prompts_through_eight_slots(fast, case):
+    """The same tokens as each alone, but where numbers tie: sums of another number of rows have another order."""
     pool, config = SessionPool(), config_of(case, slots=8)
     prompts = prompts_of(*(1 + 7 * i % 29 for i in range(200)), seed=1)
     output = run(fast, prompts, config, pool)
     width, ties = output.sequences.shape[1], []
     for i in range(0, 200, 9):
+        of_call = config.replace(seed=i)
         found = output.sequences[i, width - len(prompts[i]) - 96 :].cpu()
-        alone, exact = (run(one, prompts[i : i + 1], config.replace(seed=i)).sequences[0] for one in (fast, in_fp64))
-        if not torch.equal(alone.cpu(), exact):
+        alone = run(fast, prompts[i : i + 1], of_call).sequences[0].cpu()
+        if not torch.equal(found, alone):
             ties.append(i)
-        assert torch.equal(found, alone.cpu()) or (i in ties and torch.equal(found, exact)), i
-    # Products sum in another order with another number of rows. On a CPU fp64 differs at prompt 135 of flash, verify.
-    assert len(ties) <= 1
+            nearby = answers_nearby(prompts[i], of_call)
+            assert any(torch.equal(found, answer) for answer in nearby), i
+            assert any(torch.equal(alone, answer) for answer in nearby), i
+    assert len(ties) <= 1, "one is known: prompt 135 of flash, verify"
 
 
 @pytest.mark.parametrize("case", ["none", "dual", "flash", "flash, verify"])
