@@ -53,8 +53,6 @@ def choose_verify_blocks(dtype: torch.dtype, head_dim: int, tile_rows: int, prog
         return Blocks(rows, 32 if head_dim <= 128 and rows <= 64 else 16, 2, 8, splits)
     if head_dim > 128:
         return Blocks(rows, 32, 2, 8, splits)
-    if head_dim >= 64:
-        rows = max(rows, 64)  # half of 64 rows is idle, but 64 rows run on wgmma
     return Blocks(rows, 64, 3, 4 if rows <= 64 else 8, splits)
 
 

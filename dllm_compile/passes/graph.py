@@ -12,8 +12,7 @@ from torch import Tensor
 
 # Composite operators run their Python decomposition: torch 2.11's own C++ ones read sizes that are symbols here.
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -127,10 +126,11 @@ def set_buffer(gm: GraphModule, path: str, value: Tensor) -> None:
 
 def fake_mode_of(gm: GraphModule) -> FakeTensorMode:
     """The mode in which the graph's recorded values live."""
-    mode = detect_fake_mode([node.meta["val"] for node in gm.graph.nodes if "val" in node.meta])
-    if mode is None:
-        raise PassError("the graph has no recorded values: it must come from dllm_compile.capture")
-    return mode
+    for node in gm.graph.nodes:  # one mode for all of them, and this is asked for every node that a pass inserts
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    raise PassError("the graph has no recorded values: it must come from dllm_compile.capture")
 
 
 def get_attr(gm: GraphModule, path: str, before: Node) -> Node:
@@ -236,15 +236,24 @@ def same_value(left: Any, right: Any) -> bool:
         pairs += [
             (a, b)
             for a, b, size in zip(left.stride(), right.stride(), left.shape, strict=True)
-            if not statically_known_true(size == 1)
+            if not _same_size(size, 1)
         ]
-        return all(statically_known_true(a == b) for a, b in pairs)
+        return all(_same_size(a, b) for a, b in pairs)
     if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
         return len(left) == len(right) and all(map(same_value, left, right))
     if isinstance(left, int | torch.SymInt) and isinstance(right, int | torch.SymInt):
-        # A size that was found to be constant may be recorded as a symbol with one value.
-        return bool(statically_known_true(left == right))
+        return _same_size(left, right)
     return type(left) is type(right)
+
+
+def _same_size(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
+    """Whether two sizes are known to be equal."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    if isinstance(left, torch.SymInt) and isinstance(right, torch.SymInt) and left.node.expr == right.node.expr:
+        return True
+    # A size that was found to be constant may be recorded as a symbol with one value.
+    return bool(statically_known_true(left == right))
 
 
 def facts(value: Any) -> Hashable:
