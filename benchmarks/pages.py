@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the tables and pictures of the documentation from result files.
 
-`pages FILE` for a result of frontier, policies, fp8-accuracy, lacache-interval or small-model puts its table between
-the marks of the page that shows it, and draws its picture. Several files of one case and commit are parts of one
-result (`frontier --families code`, …).
+`pages FILE` for a result of frontier, policies, fp8-accuracy, lacache-interval, small-model or decoding (with
+`--profile`) puts its table between the marks of the page that shows it, and draws its picture. Several files of one
+case and commit are parts of one result (`frontier --families code`, …).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Page:
 
     Attributes:
         path: the page, from the top of the repository.
-        line: the fields of a row that name its line in the table; "family" is its column.
+        line: the fields of a row that name its line in the table; "family" is its column. Empty: a row is a line.
         table: "module.function" of this package that makes the table from a result.
         picture: the same for its picture, drawn from rows into a path.
         drawing: the picture's path.
@@ -61,6 +61,7 @@ PAGES = {
         "docs/lacache_interval.svg",
     ),
     "small-model": Page("README.md", ("name",), "small_model.table"),
+    "decoding": Page("docs/steps.md", (), "step_table.table"),
 }
 
 
@@ -104,7 +105,7 @@ def joined(paths: list[Path]) -> dict[str, Any]:
                 raise ResultError(f"{path} and {paths[0]} differ in {key}: they are not parts of one result")
     rows = [row for part in parts for row in part["rows"]]
     _refuse_gaps(first["case"], rows)
-    return {**{key: first[key] for key in ("case", "environment")}, "rows": rows}
+    return {**{key: first[key] for key in ("case", "environment", "settings")}, "rows": rows}
 
 
 def _refuse_gaps(case: str, rows: list[dict[str, Any]]) -> None:
@@ -113,6 +114,8 @@ def _refuse_gaps(case: str, rows: list[dict[str, Any]]) -> None:
     Raises:
         ResultError: a row without names, a cell that is there twice or not at all, or different numbers of problems.
     """
+    if not PAGES[case].line:
+        return
     names = (*PAGES[case].line, "family")
     for number, row in enumerate(rows, 1):
         for name in names:

@@ -152,7 +152,7 @@ def _measure(options: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "forwards": output.stats.forwards,
         **{name: round(value, 2) for name, value in seconds.items()},
-        "both": round(sum(seconds.values()), 2),
+        "seconds": round(sum(seconds.values()), 2),
         "stages": {name: round(value, 2) for name, value in watch.seconds.items()},
         "programs": {one.name: {"seconds": round(one.seconds, 2), "graphs": one.graphs} for one in fast.programs.built},
         "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else None,

@@ -61,7 +61,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path):
     with pytest.raises(ResultError, match="give one case"):
         pages.joined([one, _result(tmp_path / "3.json", "prose", case="frontier")])
     with pytest.raises(ResultError, match="shown on no page"):
-        pages.joined([_result(tmp_path / "4.json", "prose", case="decoding")])
+        pages.joined([_result(tmp_path / "4.json", "prose", case="startup")])
     (tmp_path / "5.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ResultError, match="is no result"):
         pages.joined([tmp_path / "5.json"])
@@ -193,7 +193,7 @@ def _results(case: str) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("case", ["frontier", "policies", "fp8-accuracy", "lacache-interval"])
+@pytest.mark.parametrize("case", ["frontier", "policies", "fp8-accuracy", "lacache-interval", "decoding"])
 def test_committed_tables_are_those_of_committed_results(case: str):
     text = (ROOT / pages.PAGES[case].path).read_text(encoding="utf-8")
     table_of = pages._function(pages.PAGES[case].table)
