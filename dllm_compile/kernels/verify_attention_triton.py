@@ -32,7 +32,9 @@ _LOWEST = tl.constexpr(-3.0e38)
 
 def kernel_takes(q: Tensor, tile_rows: int) -> bool:
     """Whether the Triton kernel handles this dtype, head size (a power of two from 16 to 256) and tile height."""
-    fits = q.shape[2] in (16, 32, 64, 128, 256) and tile_rows <= _LONGEST_TILE
+    # Tall tiles of wide fp32 heads take more shared memory than there is.
+    longest = _LONGEST_TILE // 2 if q.dtype == torch.float32 and q.shape[2] > 128 else _LONGEST_TILE
+    fits = q.shape[2] in (16, 32, 64, 128, 256) and tile_rows <= longest
     return fits and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 

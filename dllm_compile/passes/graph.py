@@ -250,8 +250,11 @@ def _same_size(left: int | torch.SymInt, right: int | torch.SymInt) -> bool:
     """Whether two sizes are known to be equal."""
     if isinstance(left, int) and isinstance(right, int):
         return left == right
-    if isinstance(left, torch.SymInt) and isinstance(right, torch.SymInt) and left.node.expr == right.node.expr:
-        return True
+    if isinstance(left, torch.SymInt) and isinstance(right, torch.SymInt):
+        if left.node.shape_env is not right.node.shape_env:
+            return False  # symbols of one name that have nothing to do with each other
+        if left.node.expr == right.node.expr:
+            return True
     # A size that was found to be constant may be recorded as a symbol with one value.
     return bool(statically_known_true(left == right))
 

@@ -49,6 +49,12 @@ def fast() -> dllm_compile.OptimizedModel:
     return dllm_compile.optimize(tiny_model(**SIZES).cuda())
 
 
+@pytest.fixture(scope="module")
+def in_fp64() -> dllm_compile.OptimizedModel:
+    """The same model in fp64 on the CPU."""
+    return dllm_compile.optimize(tiny_model(**SIZES).double(), compile=False)
+
+
 def prompts_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 100, (length,), generator=generator) for length in lengths]
@@ -97,8 +103,8 @@ def answers_nearby(prompt, config) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", ["none", "dual", "flash", "flash, narrow", "flash, verify"])
-def test_two_hundred_prompts_through_eight_slots(fast, case):
-    """The same tokens as each alone, but where numbers tie: sums of another number of rows have another order."""
+def test_two_hundred_prompts_through_eight_slots(fast, in_fp64, case):
+    """The same tokens as each alone, and as in fp64, but where numbers tie: the order of sums decides them."""
     pool, config = SessionPool(), config_of(case, slots=8)
     prompts = prompts_of(*(1 + 7 * i % 29 for i in range(200)), seed=1)
     output = run(fast, prompts, config, pool)
@@ -106,10 +112,10 @@ def test_two_hundred_prompts_through_eight_slots(fast, case):
     for i in range(0, 200, 9):
         of_call = config.replace(seed=i)
         found = output.sequences[i, width - len(prompts[i]) - 96 :].cpu()
-        alone = run(fast, prompts[i : i + 1], of_call).sequences[0].cpu()
-        if not torch.equal(found, alone):
+        alone, exact = (run(one, prompts[i : i + 1], of_call).sequences[0].cpu() for one in (fast, in_fp64))
+        if not (torch.equal(found, exact) and torch.equal(alone, exact)):
             ties.append(i)
-            nearby = answers_nearby(prompts[i], of_call)
+            nearby = [exact, *answers_nearby(prompts[i], of_call)]
             assert any(torch.equal(found, answer) for answer in nearby), i
             assert any(torch.equal(alone, answer) for answer in nearby), i
     assert len(ties) <= 1, "one is known: prompt 135 of flash, verify"

@@ -44,8 +44,13 @@ def test_attention_uses_the_tensor_cores_without_spills(head_dim, tile_rows, pro
     assert result.spilled == 0
 
 
-@pytest.mark.parametrize(("head_dim", "tile_rows", "dtype"), [(128, 32, torch.float32), (16, 32, BF16)])
-def test_attention_of_other_shapes_compiles(head_dim, tile_rows, dtype, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("tile_rows", [32, 128])
+@pytest.mark.parametrize("head_dim", [16, 128, 256])
+def test_whatever_the_kernel_takes_fits(head_dim, tile_rows, dtype, tmp_path):
+    if not attention.kernel_takes(torch.empty(1, 1, head_dim, dtype=dtype), tile_rows):
+        assert (head_dim, tile_rows, dtype) == (256, 128, torch.float32)
+        return
     result, _ = compile_attention(head_dim, tile_rows, dtype, 32, tmp_path)
     assert result.shared <= SHARED_MEMORY_LIMIT
     assert "tf32" not in result.ptx
