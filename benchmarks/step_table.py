@@ -30,18 +30,19 @@ ROWS: dict[str, tuple[tuple[int | None, int], ...]] = {
 
 
 def table(result: dict[str, Any]) -> str:
-    """Rows of the page's table, one for each step that was profiled."""
+    """Rows of the page's table, one for each step in FP8 that was profiled."""
     environment, settings = result["environment"], result["settings"]
     card = card_named(environment["card"])
+    where = f"{environment['card']}, torch {environment['torch']}, commit {environment['commit']}"
     lines = [
-        f"{environment['card']}, torch {environment['torch']}, commit {environment['commit']}; FP8 in layers 1 to 31.",
+        f"{where}; FP8 in layers 1 to {settings['layers'] - 1}.",
         "",
         f"| step | B | ms | of the floor | {' | '.join(name for name, _ in PARTS)} |",
         "|---|---|---|---|" + "---|" * len(PARTS),
     ]
-    profiled = [row for row in result["rows"] if "kernels" in row]
+    profiled = [row for row in result["rows"] if "kernels" in row and row["precision"] == "fp8"]
     if not profiled:
-        raise LookupError("no row lists its kernels: run the case with --profile")
+        raise LookupError("no step in FP8 lists its kernels: run the case with --profile")
     for row in profiled:
         least = None if card is None else floor_ms(card, row, settings["shape"], settings["layers"])
         of_floor = "" if least is None else f"{100 * least / row['median_ms']:.0f} %"
