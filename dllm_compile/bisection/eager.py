@@ -57,12 +57,12 @@ class EagerPrograms:
         return self.step(inputs)
 
     def lacache_step(self, inputs: StepInputs, cache: LaCacheInputs) -> tuple[Tensor, Tensor]:
-        """Not asked for: the ground has no cache."""
-        raise NotImplementedError
+        """Never asked for."""
+        raise AssertionError("the ground decodes without caches")
 
     def verify_step(self, inputs: StepInputs, verify: VerifyInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Not asked for: the ground verifies nothing."""
-        raise NotImplementedError
+        """Never asked for."""
+        raise AssertionError("the ground verifies nothing")
 
 
 def propose(

@@ -65,7 +65,6 @@ def facache_kernel(
     """
     head = tl.program_id(0)  # fastest, so that neighbouring programs read neighbouring pieces of the same key rows
     kv_head = head // GROUPS
-    column = kv_head * HEAD_DIM
     tile = tiles + tl.program_id(1) * 6
     tile_row = tl.load(tile)
     end_row = tl.load(tile + 1)
@@ -90,6 +89,7 @@ def facache_kernel(
     v_pointers = v + kv_head * v_head + dims[None, :]
     place = rows.to(tl.int64) * heads + head
     num_pointers = num + place[:, None] * HEAD_DIM + dims[None, :]
+    cache = (k_pointers, v_pointers, k_blocks, v_blocks, kv_head * HEAD_DIM, k_row, v_row)
 
     if STEP:
         row_max = tl.load(m + place, mask=kept, other=-float("inf")) * _LOG2_E
@@ -102,41 +102,16 @@ def facache_kernel(
         # Keys before, then behind the block. For rows inside it both are empty.
         before_end = tl.where(exists & outside, block_begin, k_begin)
         row_max, row_sum, acc = stream_keys(
-            query,
-            k_pointers,
-            v_pointers,
-            k_blocks,
-            v_blocks,
-            column,
-            k_row,
-            v_row,
-            k_begin,
-            before_end,
-            scale,
-            row_max,
-            row_sum,
-            acc,
-            BLOCK_KEYS,
-            STAGES,
-            PRECISION,
-            DESCRIBED,
+            query, cache, k_begin, before_end, scale, (row_max, row_sum, acc), BLOCK_KEYS, STAGES, PRECISION, DESCRIBED
         )
         behind_end = tl.where(exists & outside, k_end, block_end)
         row_max, row_sum, acc = stream_keys(
             query,
-            k_pointers,
-            v_pointers,
-            k_blocks,
-            v_blocks,
-            column,
-            k_row,
-            v_row,
+            cache,
             block_end,
             behind_end,
             scale,
-            row_max,
-            row_sum,
-            acc,
+            (row_max, row_sum, acc),
             BLOCK_KEYS,
             STAGES,
             PRECISION,
@@ -149,24 +124,7 @@ def facache_kernel(
     rest_begin = tl.where(inside, k_begin, block_begin)
     rest_end = tl.where(exists, tl.where(inside, k_end, block_end), rest_begin)
     row_max, row_sum, acc = stream_keys(
-        query,
-        k_pointers,
-        v_pointers,
-        k_blocks,
-        v_blocks,
-        column,
-        k_row,
-        v_row,
-        rest_begin,
-        rest_end,
-        scale,
-        row_max,
-        row_sum,
-        acc,
-        BLOCK_KEYS,
-        STAGES,
-        PRECISION,
-        DESCRIBED,
+        query, cache, rest_begin, rest_end, scale, (row_max, row_sum, acc), BLOCK_KEYS, STAGES, PRECISION, DESCRIBED
     )
     attended = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # no keys: 0 / 1
     out_pointers = out + place[:, None] * HEAD_DIM + dims[None, :]

@@ -84,19 +84,11 @@ def load_last_values(pointers, blocks, start, end, column, row, BLOCK: tl.conste
 @triton.jit
 def stream_keys(
     query,
-    k_pointers,
-    v_pointers,
-    k_blocks,
-    v_blocks,
-    column,
-    k_row,
-    v_row,
+    cache,
     k_begin,
     k_end,
     scale,
-    row_max,
-    row_sum,
-    acc,
+    state,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -108,14 +100,14 @@ def stream_keys(
     HIDDEN: tl.constexpr = False,
     hidden=None,
 ):
-    """The state (row_max in units of log2, row_sum, acc) of `query`'s rows after the keys [k_begin, k_end).
+    """`state` (row_max in units of log2, row_sum, acc) of `query`'s rows after the keys [k_begin, k_end) as well.
 
     Blocks that lie wholly inside the range need no mask and are pipelined; what is left over is one masked block. A
     key outside the range is never part of a product, so a NaN there reaches nobody.
 
-    `k_pointers` and `v_pointers` point to key row 0 of one head, [1, hd]; `k_blocks` and `v_blocks` are tensor
-    descriptors with blocks [BLOCK_KEYS, hd] if DESCRIBED, else None, in which the head begins at `column`. `scale`
-    includes log2(e).
+    `cache` is (k_pointers, v_pointers, k_blocks, v_blocks, column, k_row, v_row): pointers to key row 0 of one head,
+    [1, hd]; tensor descriptors with blocks [BLOCK_KEYS, hd] if DESCRIBED, else None, in which the head begins at
+    `column`; and the strides of a row. `scale` includes log2(e).
 
     If TRACKED, `tracked[j] += sum over the rows of probe [16, hd] of probe . k[j]` for the keys in front of
     `tracked_end`; 0 tracks none.
@@ -123,6 +115,8 @@ def stream_keys(
     If HIDDEN, keys whose byte of `hidden` is not 0 are left out. All keys of a block may be: then `row_max` must be
     finite from the start.
     """
+    k_pointers, v_pointers, k_blocks, v_blocks, column, k_row, v_row = cache
+    row_max, row_sum, acc = state
     block_keys = tl.arange(0, BLOCK_KEYS)
     whole_blocks = tl.maximum(k_end - k_begin, 0) // BLOCK_KEYS
     if HIDDEN:  # a block ahead: so short a load is not pipelined

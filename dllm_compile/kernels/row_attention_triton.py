@@ -104,6 +104,7 @@ def row_attention_kernel(
     q += head * q_head + dims[None, :]
     k_pointers = k + kv_head * k_head + dims[None, :]
     v_pointers = v + kv_head * v_head + dims[None, :]
+    cache = (k_pointers, v_pointers, k_blocks, v_blocks, kv_head * HEAD_DIM, k_row, v_row)
     first_key, last_key = k_begin, k_end
     if SPLITS > 1:
         share = tl.cdiv(tl.cdiv(k_end - k_begin, BLOCK_KEYS), SPLITS) * BLOCK_KEYS
@@ -136,41 +137,16 @@ def row_attention_kernel(
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), tl.float32)
     if BEHIND:
         row_max, row_sum, acc = stream_keys_behind(
-            query,
-            k_pointers,
-            v_pointers,
-            k_blocks,
-            v_blocks,
-            kv_head * HEAD_DIM,
-            k_row,
-            v_row,
-            first_key,
-            last_key,
-            scale,
-            row_max,
-            row_sum,
-            acc,
-            BLOCK_KEYS,
-            STAGES,
-            PRECISION,
-            DESCRIBED,
+            query, cache, first_key, last_key, scale, (row_max, row_sum, acc), BLOCK_KEYS, STAGES, PRECISION, DESCRIBED
         )
     else:
         row_max, row_sum, acc = stream_keys(
             query,
-            k_pointers,
-            v_pointers,
-            k_blocks,
-            v_blocks,
-            kv_head * HEAD_DIM,
-            k_row,
-            v_row,
+            cache,
             first_key,
             last_key,
             scale,
-            row_max,
-            row_sum,
-            acc,
+            (row_max, row_sum, acc),
             BLOCK_KEYS,
             STAGES,
             PRECISION,
@@ -182,22 +158,22 @@ def row_attention_kernel(
         )
     is_last = True
     if SPLITS > 1:
-        state = rows.to(tl.int64) * heads + head
-        state_step = heads.to(tl.int64) * rows_in_all
-        acc_pointers = accs + state[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(maxima + split * state_step + state, row_max, mask=in_tile)
-        tl.store(sums + split * state_step + state, row_sum, mask=in_tile)
-        tl.store(acc_pointers + split * state_step * HEAD_DIM, acc, mask=in_tile[:, None])
+        place = rows.to(tl.int64) * heads + head
+        step = heads.to(tl.int64) * rows_in_all
+        acc_pointers = accs + place[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(maxima + split * step + place, row_max, mask=in_tile)
+        tl.store(sums + split * step + place, row_sum, mask=in_tile)
+        tl.store(acc_pointers + split * step * HEAD_DIM, acc, mask=in_tile[:, None])
         tl.debug_barrier()  # all threads of this program have stored before it is counted
         counter = arrived + part * heads + head
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             row_sum, acc = merge_parts(
-                maxima + state,
-                sums + state,
+                maxima + place,
+                sums + place,
                 acc_pointers,
-                state_step,
-                state_step * HEAD_DIM,
+                step,
+                step * HEAD_DIM,
                 in_tile,
                 SPLITS,
                 BLOCK_ROWS,

@@ -129,21 +129,16 @@ def verify_attention_kernel(
 
     share = tl.cdiv(tl.cdiv(tl.maximum(k_end - k_begin, 0), BLOCK_KEYS), SPLITS) * BLOCK_KEYS
     begin = k_begin + split * share
+    k_pointers = k_cache + kv_head * k_cache_head + dims[None, :]
+    v_pointers = v_cache + kv_head * v_cache_head + dims[None, :]
+    cache = (k_pointers, v_pointers, k_blocks, v_blocks, kv_head * HEAD_DIM, k_cache_row, v_cache_row)
     row_max, row_sum, acc = stream_keys(
         query,
-        k_cache + kv_head * k_cache_head + dims[None, :],
-        v_cache + kv_head * v_cache_head + dims[None, :],
-        k_blocks,
-        v_blocks,
-        kv_head * HEAD_DIM,
-        k_cache_row,
-        v_cache_row,
+        cache,
         begin,
         tl.minimum(begin + share, k_end),
         scale,
-        row_max,
-        row_sum,
-        acc,
+        (row_max, row_sum, acc),
         BLOCK_KEYS,
         STAGES,
         PRECISION,
